@@ -1,0 +1,133 @@
+"""The command line. Every command works on any URL, with ``--storage-options`` as JSON or ``@file``.
+
+Options can hold secrets: a file keeps them out of the process list, and no command ever prints them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dcpfs._version import __version__
+from dcpfs.errors import ConfigError, DcpfsError
+
+__all__ = ["app", "main", "parse_storage_options"]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+_StorageOptions = Annotated[
+    str,
+    typer.Option("--storage-options", metavar="JSON|@FILE", help="Options of the URL's filesystem, as JSON or @file."),
+]
+
+
+def parse_storage_options(text: str) -> dict[str, object]:
+    """Parse ``JSON`` or ``@file`` holding it.
+
+    Raises:
+        ConfigError: It is no JSON object. The text itself, which can hold a secret, isn't repeated.
+    """
+    if not text:
+        return {}
+    source = "--storage-options"
+    if text.startswith("@"):
+        source = text[1:]
+        try:
+            text = Path(source).read_text()
+        except OSError as error:
+            raise ConfigError(f"Can't read the storage options from {source}: {error.strerror}.") from error
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is no JSON: line {error.lineno}, column {error.colno}.") from None
+    if not isinstance(options, dict):
+        raise ConfigError(f'{source} must be a JSON object such as {{"key": …}}, not a {type(options).__name__}.')
+    return options
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        Console().print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """PyTorch Distributed Checkpoint on any fsspec URL."""
+
+
+@app.command()
+def demo(
+    save_dir: Annotated[str, typer.Option(metavar="URL", help="Where the checkpoint goes.")] = "dcpfs-demo",
+    storage_options: _StorageOptions = "",
+    with_s3: Annotated[bool, typer.Option(help="Start the bundled S3 server and save there.")] = False,
+) -> None:
+    """Train a real model on 2 ranks, save, kill the job, resume, reshard, and prove that every bit is the same."""
+    from dcpfs.cli.demo.job import DemoError, run_demo
+
+    console = Console()
+    table = Table(title="dcpfs demo", title_justify="left")
+    table.add_column("phase")
+    for column in ("MB", "seconds", "MB/s", "requests"):
+        table.add_column(column, justify="right")
+    table.add_column("compared")
+    table.add_column("result")
+    passed = True
+    with _destination(save_dir, parse_storage_options(storage_options), with_s3) as (url, options):
+        from dcpfs.storage.location import Location
+
+        target = Location(url, options).join("step_000000003")
+        console.print(f"Checkpoint: {target.redacted}")
+        try:
+            for phase in run_demo(target.url, options):
+                console.print(f"  {'ok ' if phase.passed else 'BAD'} {phase.name}: {phase.verdict}")
+                passed = passed and phase.passed
+                megabytes = None if phase.bytes is None else phase.bytes / 1e6
+                table.add_row(
+                    phase.name,
+                    "-" if megabytes is None else f"{megabytes:.1f}",
+                    f"{phase.seconds:.2f}",
+                    "-" if megabytes is None else f"{megabytes / phase.seconds:.0f}",
+                    "-" if phase.requests is None else str(phase.requests),
+                    phase.verdict,
+                    "equal" if phase.passed else "DIFFERS",
+                )
+        except DemoError as error:
+            console.print(str(error), style="red", markup=False)
+            raise typer.Exit(1) from None
+    console.print(table)
+    if not passed:
+        console.print("FAILED: what was loaded differs from what was saved.", style="bold red")
+        raise typer.Exit(1)
+    console.print("PASSED: every tensor and every loss is equal bit for bit.", style="bold green")
+
+
+@contextlib.contextmanager
+def _destination(save_dir: str, options: dict[str, object], with_s3: bool) -> Iterator[tuple[str, dict[str, object]]]:
+    if not with_s3:
+        yield save_dir, options
+        return
+    from dcpfs.testing.servers import SeaweedServer
+
+    with SeaweedServer() as server:
+        yield server.url("demo"), dict(server.storage_options)
+
+
+def main() -> None:
+    """Run the command line; an error of dcpfs is one line, not a trace."""
+    try:
+        app()
+    except DcpfsError as error:
+        Console(stderr=True).print(str(error), style="red", markup=False)
+        raise SystemExit(1) from None

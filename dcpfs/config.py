@@ -1,0 +1,133 @@
+"""Settings of transfers and retries: frozen, validated values with units in their names.
+
+Every field says why its default is what it is. Validation happens when a value is made, never in mid-save, and
+its error text never repeats the input (an option can hold a secret). The environment is not read here: the
+storage clients read their own (AWS_*, fsspec's config files).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "CastPolicy",
+    "DirectIO",
+    "Durability",
+    "ReplicaReads",
+    "RetryConfig",
+    "TransferConfig",
+    "Trust",
+    "VerifyMode",
+]
+
+_MIB = 1 << 20
+
+
+class VerifyMode(str, enum.Enum):
+    """What a load checks beside sizes, which are always checked."""
+
+    SIZES = "sizes"
+    """Sizes only."""
+    CHECKSUMS = "checksums"
+    """The CRC-32 of every entry that is read whole (a slice can't be checked without reading the rest)."""
+
+
+class Trust(str, enum.Enum):
+    """What may be unpickled from a checkpoint."""
+
+    ALLOWLIST = "allowlist"
+    """Only the classes that torch and trainers write (`dcpfs.format.allowlist`)."""
+    PICKLE = "pickle"
+    """Anything: whoever can write the checkpoint can run code in this process."""
+
+
+class CastPolicy(str, enum.Enum):
+    """Which dtype differences a load may bridge."""
+
+    NEVER = "never"
+    """None: a dtype that differs is a mismatch."""
+    WIDEN = "widen"
+    """Only where every value survives, e.g. bf16 to fp32, int32 to int64."""
+    FLOATING = "floating"
+    """Also between floating dtypes that lose precision, e.g. fp32 to bf16. Never complex to real, nor float to int."""
+
+
+class DirectIO(str, enum.Enum):
+    """Whether local files are written past the page cache (O_DIRECT)."""
+
+    AUTO = "auto"
+    """Where the filesystem takes it and the file is large."""
+    NEVER = "never"
+
+
+class Durability(str, enum.Enum):
+    """What a local write waits for."""
+
+    FSYNC = "fsync"
+    """File and directory are on the device before the write counts: a power cut loses nothing reported saved."""
+    PAGE_CACHE = "page_cache"
+    """The kernel has it: survives a killed process, not a power cut."""
+
+
+class ReplicaReads(str, enum.Enum):
+    """How ranks that need the same bytes get them."""
+
+    EACH = "each"
+    """Every rank reads for itself."""
+    BROADCAST = "broadcast"
+    """One rank reads and sends to the others over the process group: 1/N of the traffic at the store."""
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+
+class TransferConfig(_Frozen):
+    """How one rank moves bytes."""
+
+    budget_bytes: Annotated[int, Field(ge=1 * _MIB)] = 512 * _MIB
+    """Memory for bytes in flight beyond the state itself, per rank. An item larger than this passes alone.
+    512 MiB covers 32 parts of 16 MiB and is small beside any training state."""
+    concurrency: Annotated[int, Field(ge=1, le=1024)] = 32
+    """Requests in flight per rank on a remote store. At 80 MB/s per connection, a common figure for S3,
+    32 fill a 20 Gbit/s link."""
+    local_concurrency: Annotated[int, Field(ge=1, le=256)] = 4
+    """Threads per rank on local files: more only contend for memory bandwidth."""
+    part_bytes: Annotated[int, Field(ge=64 << 10, le=5 << 30)] | None = None
+    """Size of one upload part. None: chosen from the file's size, 16 MiB up to 156 GiB, more above
+    (10,000-part limit)."""
+    read_bytes: Annotated[int, Field(ge=64 << 10)] = 16 * _MIB
+    """Largest single ranged read. 16 MiB keeps 1 GB within 64 requests while enough are in flight."""
+    coalesce_gap_bytes: Annotated[int, Field(ge=0)] = 64 << 10
+    """Ranges nearer than this are read as one: at 80 MB/s a 20 ms request costs as much as 1.6 MB, a gap of 64 KiB
+    keeps the bytes moved within 1 % of those needed for typical states."""
+    file_bytes: Annotated[int, Field(ge=1 * _MIB)] | None = None
+    """A rank's data is split into files of about this size. None: one file per rank, written in parallel parts."""
+    durability: Durability = Durability.FSYNC
+    direct_io: DirectIO = DirectIO.AUTO
+
+    @model_validator(mode="after")
+    def _parts_fit_the_budget(self) -> TransferConfig:
+        if self.part_bytes is not None and self.part_bytes > self.budget_bytes:
+            raise ValueError("part_bytes is larger than budget_bytes: a part would never be let through")
+        return self
+
+
+class RetryConfig(_Frozen):
+    """When a request to a store is tried again. One policy for every store; see `dcpfs.storage.retrying`."""
+
+    attempts: Annotated[int, Field(ge=1, le=100)] = 10
+    """Tries of one request in all, the first included."""
+    deadline_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """Total time for one request with all its tries. S3 asks to slow down for minutes at scale;
+    s3fs gives up after about 2 s (s3fs PR #865)."""
+    initial_backoff_seconds: Annotated[float, Field(gt=0)] = 0.25
+    """First upper bound of the random wait; it doubles each time (full jitter)."""
+    max_backoff_seconds: Annotated[float, Field(gt=0)] = 20.0
+    """Upper bound of the random wait, the figure AWS SDKs use."""
+    connect_timeout_seconds: Annotated[float, Field(gt=0)] = 10.0
+    read_timeout_seconds: Annotated[float, Field(gt=0)] = 60.0
+    """Longest silence on a connection before the try counts as failed."""

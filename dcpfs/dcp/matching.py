@@ -1,0 +1,236 @@
+"""Hold a state to load into against a checkpoint: what fits, what is missing, what nobody asked for.
+
+Problem: torch's load checks sizes, raises on the first missing key, casts dtypes in silence, and says nothing of keys
+that the checkpoint has and the state lacks, so a fresh optimizer "resumes" with none of its moments (cases 3, 5, 93).
+
+Way taken: one pass over the flat state, before a byte is read. Every leaf is matched by key, kind, shape and dtype; all
+differences are collected, with the closest names for the missing. Sharded tensors are asked for the boxes that this
+rank holds, and each box is cut against the chunks that the checkpoint has.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from dcpfs.config import CastPolicy
+from dcpfs.dcp import torch_private
+from dcpfs.dcp.casting import allows_cast
+from dcpfs.dcp.landing import TensorWant
+from dcpfs.dcp.read_plan import intersect_boxes
+from dcpfs.errors import CorruptCheckpointError, KeyMismatchError
+from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, TensorRecord
+
+__all__ = ["Match", "describe_mismatch", "key_mismatch_error", "local_boxes", "match_state", "wants_of_box"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_SHOWN = 10
+
+
+@dataclass(slots=True)
+class Match:
+    """What a state and a checkpoint have in common.
+
+    Attributes:
+        wants: Boxes to read for the tensors that fit.
+        objects: Key and entry of the non-tensor values that fit.
+        loaded: All keys that fit.
+        missing: Keys of the state that the checkpoint lacks.
+        unexpected: Keys of the checkpoint that the state lacks.
+        mismatched: Key to a sentence that says how kind, shape or dtype differ.
+    """
+
+    wants: list[TensorWant] = field(default_factory=list)
+    objects: list[tuple[str, EntryLocation]] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+
+
+def match_state(
+    leaves: Mapping[str, object],
+    index: CheckpointIndex,
+    *,
+    allow_cast: CastPolicy = CastPolicy.NEVER,
+    empties: frozenset[str] = frozenset(),
+) -> Match:
+    """Match the leaves of a state with the records of a checkpoint. About 5 µs per plain tensor.
+
+    Args:
+        leaves: Flat key to tensor or value.
+        index: The checkpoint.
+        allow_cast: Which dtype differences are no mismatch.
+        empties: Flat keys at which the checkpoint holds an empty container, which has no record.
+
+    Raises:
+        CorruptCheckpointError: The chunks of a tensor don't cover what its shape promises.
+    """
+    match = Match()
+    records = index.records
+    loaded, wants = match.loaded, match.wants
+    for key, leaf in leaves.items():
+        record = records.get(key)
+        if record is None:
+            if key not in empties:
+                match.missing.append(key)
+            elif isinstance(leaf, torch.Tensor):
+                match.mismatched[key] = "a tensor in the state, an empty container in the checkpoint"
+            continue
+        if isinstance(record, BytesRecord):
+            if isinstance(leaf, torch.Tensor):
+                match.mismatched[key] = "a tensor in the state, another kind of value in the checkpoint"
+                continue
+            match.objects.append((key, record.location))
+            loaded.append(key)
+            continue
+        difference = describe_mismatch(leaf, record.dtype, record.shape, allow_cast)
+        if difference is not None:
+            match.mismatched[key] = difference
+            continue
+        loaded.append(key)
+        if isinstance(leaf, torch.Tensor):
+            _add_wants(key, leaf, record, wants)
+    if len(loaded) + len(match.mismatched) < len(records):
+        match.unexpected = [key for key in records if key not in leaves]
+    return match
+
+
+def describe_mismatch(leaf: object, dtype: torch.dtype, shape: tuple[int, ...], allow_cast: CastPolicy) -> str | None:
+    """How a leaf differs from a stored tensor, as a part of a sentence, or None."""
+    if not isinstance(leaf, torch.Tensor):
+        return f"{_article(type(leaf).__name__)} in the state, a tensor in the checkpoint"
+    if leaf.layout is not torch.strided:
+        return f"a tensor of layout {leaf.layout} in the state, a dense tensor in the checkpoint"
+    if torch_private.is_on_meta(leaf):
+        return "on the meta device, which has no memory to load into; give it some with to_empty()"
+    wanted = torch_private.global_shape(leaf) or tuple(leaf.shape)
+    if wanted != shape:
+        return f"shape {wanted} in the state, {shape} in the checkpoint"
+    if leaf.dtype is not dtype and not allows_cast(allow_cast, dtype, leaf.dtype):
+        return f"{leaf.dtype} in the state, {dtype} in the checkpoint"
+    if type(leaf) not in _PLAIN and not torch_private.has_shards(leaf) and torch_private.is_wrapper(leaf):
+        return f"{_article(type(leaf).__name__)}, a tensor subclass that can't be loaded into in place"
+    return None
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def local_boxes(key: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    """The boxes of a tensor that this rank holds: offsets and sizes in the whole, and the memory of each."""
+    if type(tensor) in _PLAIN and torch_private.global_shape(tensor) is None:
+        yield (0,) * tensor.dim(), tuple(tensor.shape), tensor
+        return
+    for offsets, sizes, shard in torch_private.local_shards(key, tensor):
+        yield offsets, sizes, torch_private.settle(shard)
+
+
+def _add_wants(key: str, leaf: torch.Tensor, record: TensorRecord, wants: list[TensorWant]) -> None:
+    shape, chunks = record.shape, record.chunks
+    if len(chunks) == 1 and type(leaf) in _PLAIN and torch_private.global_shape(leaf) is None:
+        chunk = chunks[0]
+        if chunk.sizes == shape and tuple(leaf.shape) == shape:
+            target = leaf.detach() if leaf.requires_grad else leaf
+            wants.append(TensorWant(key, record.dtype, shape, chunk.location, chunk.offsets, shape, target))
+            return
+    for offsets, sizes, target in local_boxes(key, leaf):
+        wants.extend(wants_of_box(key, record, offsets, sizes, target.detach()))
+
+
+def wants_of_box(
+    key: str, record: TensorRecord, offsets: tuple[int, ...], sizes: tuple[int, ...], target: torch.Tensor
+) -> Iterator[TensorWant]:
+    """Cut one box of a tensor against the chunks that are stored.
+
+    Raises:
+        CorruptCheckpointError: They don't cover it.
+    """
+    missing = math.prod(sizes)
+    if missing == 0:
+        return
+    for chunk in _near_chunks(record.chunks, offsets, sizes):
+        shared = intersect_boxes(chunk.offsets, chunk.sizes, offsets, sizes)
+        if shared is None:
+            continue
+        in_chunk, in_box, lengths = shared
+        missing -= math.prod(lengths)
+        part = target
+        if lengths != sizes:
+            part = target[tuple(slice(o, o + n) for o, n in zip(in_box, lengths, strict=True))]
+        yield TensorWant(key, record.dtype, chunk.sizes, chunk.location, in_chunk, lengths, part)
+    if missing:
+        raise CorruptCheckpointError(
+            f"the checkpoint's metadata lists no data for {missing} elements of key {key!r}: it is damaged, or it "
+            f"belongs to a save that did not finish",
+            key=key,
+        )
+
+
+def _near_chunks(
+    chunks: tuple[ChunkRecord, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> Iterable[ChunkRecord]:
+    """The chunks that can meet a box: those of a tensor that was cut by rows are found by bisection."""
+    if len(chunks) < 16 or not offsets:
+        return chunks
+    starts = [chunk.offsets[0] for chunk in chunks]
+    if any(a > b for a, b in itertools.pairwise(starts)):
+        return chunks
+    if any(chunk.sizes[1:] != chunks[0].sizes[1:] for chunk in chunks):
+        return chunks
+    first = max(0, bisect_right(starts, offsets[0]) - 1)
+    while first and starts[first - 1] == starts[first]:
+        first -= 1
+    return chunks[first : bisect_right(starts, offsets[0] + sizes[0] - 1)]
+
+
+def key_mismatch_error(
+    url: str,
+    *,
+    missing: Iterable[str] = (),
+    unexpected: Iterable[str] = (),
+    mismatched: Mapping[str, str] | None = None,
+    known: Iterable[str] = (),
+) -> KeyMismatchError:
+    """The one error for everything that does not fit, with the closest names of what the checkpoint has."""
+    missing, unexpected, mismatched = list(missing), list(unexpected), dict(mismatched or {})
+    parts = []
+    if missing:
+        candidates = unexpected or list(known)
+        shown = [_with_closest(key, candidates) for key in missing[:_SHOWN]]
+        parts.append(f"the checkpoint lacks {_list(shown, len(missing))}")
+    if unexpected:
+        shown = [repr(key) for key in unexpected[:_SHOWN]]
+        parts.append(f"the state has no place for {_list(shown, len(unexpected))}")
+    if mismatched:
+        shown = [f"{key!r} ({text})" for key, text in list(mismatched.items())[:_SHOWN]]
+        parts.append(f"these differ: {_list(shown, len(mismatched))}")
+    message = (
+        f"loading {url}: " + "; ".join(parts) + ". Nothing was read. Correct the state, or load with strict=False to "
+        "take what fits and get a report of the rest"
+    )
+    return KeyMismatchError(message, missing=missing, unexpected=unexpected, mismatched=mismatched)
+
+
+def _with_closest(key: str, candidates: list[str]) -> str:
+    pool = candidates if len(candidates) <= 2000 else _same_end(key, candidates)
+    close = difflib.get_close_matches(key, pool, n=2)
+    return f"{key!r} (closest: {', '.join(map(repr, close))})" if close else repr(key)
+
+
+def _same_end(key: str, candidates: list[str]) -> list[str]:
+    """Of very many names those that end alike, since comparing takes a millisecond each."""
+    end = key.rsplit(".", 1)[-1]
+    return [name for name in candidates if name.endswith(end)][:2000]
+
+
+def _list(shown: list[str], count: int) -> str:
+    text = ", ".join(shown)
+    return text if count <= len(shown) else f"{text} and {count - len(shown)} more"

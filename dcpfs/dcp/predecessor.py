@@ -1,0 +1,76 @@
+"""The checkpoint that stands at a URL before a save: refused, or withdrawn, and its leftovers removed.
+
+Problem: torch overwrites by default and in place. When that save fails, the old ``.metadata`` still vouches for data
+files of which some are new: a mix of two steps that loads without complaint (case 2). When it succeeds with fewer
+ranks, the files of the others stay for ever.
+
+Way taken: ``overwrite=False`` refuses before a byte is written (case 106). ``overwrite=True`` deletes every marker,
+``.metadata`` and each rank's own ``__N.metadata``, before the first new byte; from then on nothing is loadable until
+the new marker is put. Data files of a larger world are deleted after that. Only names that a writer makes are ever
+touched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from dcpfs.errors import CheckpointExistsError
+from dcpfs.format.names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name, rank_metadata_name
+from dcpfs.storage.store import Store
+
+__all__ = ["delete_leftovers", "refuse_existing", "withdraw_existing"]
+
+_logger = logging.getLogger(__name__)
+
+
+def refuse_existing(store: Store, markers: Collection[str]) -> None:
+    """Return when none of the markers exists.
+
+    Raises:
+        CheckpointExistsError: One does.
+    """
+    for name in markers:
+        if store.exists(name):
+            raise CheckpointExistsError(
+                f"can't save to {store.location.redacted}: a checkpoint stands there already ({name}); "
+                "pass overwrite=True to replace it, or save to another URL"
+            )
+
+
+def withdraw_existing(store: Store, rank: int | None) -> None:
+    """Delete the markers of an existing checkpoint; afterwards it can't be loaded.
+
+    Args:
+        store: Where the checkpoint is.
+        rank: None: called by the coordinator alone, all markers go. A rank: it saves by itself, so the common
+            marker and its own go.
+    """
+    markers = [METADATA_NAME]
+    if rank is not None:
+        markers.append(rank_metadata_name(rank))
+    elif store.capabilities.listable:
+        markers += [info.path for info in store.list() if parse_rank_metadata_name(info.path) is not None]
+    else:
+        markers.append(rank_metadata_name(0))
+    found = [name for name in markers if store.exists(name)] if len(markers) <= 2 else markers
+    if found:
+        _logger.warning("overwriting the checkpoint at %s", store.location.redacted)
+        store.delete(found[:1])
+        store.delete(found[1:])
+
+
+def delete_leftovers(store: Store, keep: Collection[str]) -> list[str]:
+    """Delete data files and rank markers that are not part of the new checkpoint, and return their names."""
+    if not store.capabilities.listable:
+        return []
+    stale = [
+        info.path
+        for info in store.list()
+        if info.path not in keep
+        and (parse_data_file_name(info.path) is not None or parse_rank_metadata_name(info.path) is not None)
+    ]
+    if stale:
+        store.delete(stale)
+        _logger.info("deleted %d files of an older checkpoint at %s", len(stale), store.location.redacted)
+    return stale

@@ -1,0 +1,187 @@
+"""Read once what several ranks need, and hand it on over the process group.
+
+Problem: with replicated state (DDP, HSDP, scalars and norms under any scheme) every rank reads the same bytes, N times
+the traffic at a store whose bandwidth is shared by all of them (case 72).
+
+Way taken: each rank names the boxes it needs, by file, entry and box. A box that several ranks name gets one owner
+among them, the one that has the fewest bytes so far. After the reads, owners send what the others need, through one
+reusable buffer of bounded size: as a broadcast where all ranks need it, else point to point. All ranks walk the same
+list in the same order, so nobody waits for someone who waits for him. What is cast on the way is read by each rank.
+
+Flow: ``share_plan(ids of all ranks)`` (pure) → each rank fetches what it owns or shares with nobody → `exchange`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from dcpfs.dcp.host_memory import flat_bytes
+from dcpfs.dcp.landing import TensorWant, copy_exact
+from dcpfs.ranks import Ranks
+
+__all__ = ["BoxId", "Share", "box_id", "exchange", "share_plan"]
+
+_BUFFER_BYTES = 16 << 20
+
+
+class BoxId(NamedTuple):
+    """A box of a stored chunk, the same on every rank that needs it."""
+
+    file: str
+    offset_bytes: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class Share(NamedTuple):
+    """A box that several ranks need: who reads it, who needs it (ascending, the owner included), and its size."""
+
+    box: BoxId
+    owner: int
+    needers: tuple[int, ...]
+    size_bytes: int
+
+
+def box_id(want: TensorWant) -> BoxId | None:
+    """The id of a box that can be shared: one whose bytes arrive unchanged. None for the others."""
+    if want.target.dtype is not want.dtype or 0 in want.lengths:
+        return None
+    return BoxId(want.location.file, want.location.offset_bytes, want.offsets, want.lengths)
+
+
+def share_plan(needs: Sequence[dict[BoxId, int]]) -> list[Share]:
+    """Choose an owner for every box that more than one rank needs; the largest first, so that all own about the same.
+
+    Args:
+        needs: By rank, the boxes it needs and their size in bytes.
+    """
+    needers: dict[BoxId, list[int]] = {}
+    sizes: dict[BoxId, int] = {}
+    loads = [0] * len(needs)
+    for rank, boxes in enumerate(needs):
+        for box, size_bytes in boxes.items():
+            needers.setdefault(box, []).append(rank)
+            sizes[box] = size_bytes
+    for box, ranks in needers.items():
+        if len(ranks) == 1:
+            loads[ranks[0]] += sizes[box]
+    shares = []
+    shared = [box for box, ranks in needers.items() if len(ranks) > 1]
+    for box in sorted(shared, key=lambda box: (-sizes[box], box)):
+        owner = min(needers[box], key=lambda rank: (loads[rank], rank))
+        loads[owner] += sizes[box]
+        shares.append(Share(box, owner, tuple(needers[box]), sizes[box]))
+    return shares
+
+
+def exchange(shares: Sequence[Share], wants: dict[BoxId, TensorWant], ranks: Ranks, budget_bytes: int) -> None:
+    """Send and receive the shared boxes. Collective: every rank passes the same shares, and its own wants.
+
+    Args:
+        shares: From `share_plan`.
+        wants: This rank's wants by id; those it owns are filled, the others are filled here.
+        ranks: The group.
+        budget_bytes: Bound of the buffer.
+    """
+    groups: dict[tuple[int, tuple[int, ...]], list[Share]] = {}
+    for share in shares:
+        groups.setdefault((share.owner, share.needers), []).append(share)
+    buffer = torch.empty(max(1, min(_BUFFER_BYTES, budget_bytes // 2, _largest(groups))), dtype=torch.uint8)
+    for (owner, needers), members in sorted(groups.items(), key=lambda item: item[0]):
+        if ranks.rank in needers:
+            _exchange_group(owner, needers, members, wants, ranks, buffer)
+        elif len(needers) == ranks.world_size:
+            raise ValueError("a broadcast needs every rank")
+
+
+def _largest(groups: dict[tuple[int, tuple[int, ...]], list[Share]]) -> int:
+    return max((sum(share.size_bytes for share in members) for members in groups.values()), default=1)
+
+
+def _exchange_group(
+    owner: int,
+    needers: tuple[int, ...],
+    members: list[Share],
+    wants: dict[BoxId, TensorWant],
+    ranks: Ranks,
+    buffer: torch.Tensor,
+) -> None:
+    """Pass the boxes of one owner to the ranks that need them, buffer by buffer."""
+    sends = ranks.rank == owner
+    pieces: list[tuple[torch.Tensor, int, int]] = []  # flat bytes of a target, range in it
+    used = 0
+    unpack: list[_Arriving] = []
+    for share in members:
+        want = wants[share.box]
+        arriving = _Arriving(want, sends)
+        unpack.append(arriving)
+        at = 0
+        while at < share.size_bytes:
+            size = min(share.size_bytes - at, buffer.numel() - used)
+            pieces.append((arriving.flat, at, at + size))
+            at += size
+            used += size
+            if used == buffer.numel():
+                _pass_buffer(owner, needers, pieces, used, ranks, buffer)
+                pieces, used = [], 0
+                for done in unpack[:-1] if at < share.size_bytes else unpack:
+                    done.finish()
+                unpack = [arriving] if at < share.size_bytes else []
+    if used:
+        _pass_buffer(owner, needers, pieces, used, ranks, buffer)
+    for done in unpack:
+        done.finish()
+
+
+class _Arriving:
+    """The flat bytes of a target: its own memory where that is flat, else a copy that `finish` puts in place."""
+
+    def __init__(self, want: TensorWant, sends: bool) -> None:
+        self._target = want.target
+        plain = want.target.is_contiguous() and not want.target.is_conj() and not want.target.is_neg()
+        self._own = sends or plain
+        if self._own:
+            self.flat = flat_bytes(want.target)
+        else:
+            size_bytes = math.prod(want.lengths) * want.dtype.itemsize
+            self.flat = torch.empty(size_bytes, dtype=torch.uint8, device=want.target.device)
+
+    def finish(self) -> None:
+        """Put received bytes in place."""
+        if not self._own:
+            copy_exact(self._target, self.flat.view(self._target.dtype).reshape(self._target.shape))
+
+
+def _pass_buffer(
+    owner: int,
+    needers: tuple[int, ...],
+    pieces: list[tuple[torch.Tensor, int, int]],
+    used: int,
+    ranks: Ranks,
+    buffer: torch.Tensor,
+) -> None:
+    import torch.distributed as dist
+
+    part = buffer[:used]
+    if ranks.rank == owner:
+        at = 0
+        for flat, start, stop in pieces:
+            part[at : at + stop - start].copy_(flat[start:stop])
+            at += stop - start
+    if len(needers) == ranks.world_size:
+        dist.broadcast(part, group=ranks.group, group_src=owner)
+    elif ranks.rank == owner:
+        for rank in needers:
+            if rank != owner:
+                dist.send(part, group=ranks.group, group_dst=rank)
+    else:
+        dist.recv(part, group=ranks.group, group_src=owner)
+    if ranks.rank != owner:
+        at = 0
+        for flat, start, stop in pieces:
+            flat[start:stop].copy_(part[at : at + stop - start])
+            at += stop - start

@@ -1,0 +1,191 @@
+"""A checkpoint that is being read: its store, its metadata, and how its entries are decoded.
+
+Problem: a missing checkpoint shows, with torch, as an ``AssertionError`` inside a multi-page trace (case 103), and what
+a load may unpickle depends on which of three code paths meets the pickle first.
+
+Way taken: one value that `dcpfs.load`, `dcpfs.read` and the storage reader share. It opens the store when it is first
+needed, says plainly that there is no checkpoint, and carries the caller's trust to everything that decodes.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import IO, TYPE_CHECKING, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcpfs.config import RetryConfig, TransferConfig, Trust, VerifyMode
+from dcpfs.dcp import torch_private
+from dcpfs.dcp.fetch import Fetch
+from dcpfs.dcp.landing import TensorWant
+from dcpfs.errors import (
+    BucketNotFoundError,
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    ObjectNotFoundError,
+)
+from dcpfs.format.entries import decode_object, decode_tensor_entry
+from dcpfs.format.index import CheckpointIndex, EntryLocation
+from dcpfs.format.metadata import decode_index, decode_metadata, merge_indexes
+from dcpfs.format.names import METADATA_NAME, parse_rank_metadata_name, rank_metadata_name
+from dcpfs.storage.location import Location
+from dcpfs.storage.opening import open_store
+from dcpfs.storage.store import Store
+
+if TYPE_CHECKING:
+    from fsspec.callbacks import Callback
+
+    from dcpfs.dcp.torch_private import ExtensionRegistry
+
+__all__ = ["CheckpointSource"]
+
+
+class CheckpointSource:
+    """Reads one checkpoint. Belongs to one thread at a time; `close` when done.
+
+    Args:
+        location: Where it is.
+        verify: What is checked beside sizes.
+        trust: What may be unpickled.
+        transfer: Concurrency, memory and request sizes; None: the defaults.
+        retry: When a request is tried again; None: the defaults.
+        callback: Told the bytes of the load.
+        registry: torch's stream transforms; None: those that torch brings.
+    """
+
+    def __init__(
+        self,
+        location: Location,
+        *,
+        verify: VerifyMode | str = VerifyMode.CHECKSUMS,
+        trust: Trust | str = Trust.ALLOWLIST,
+        transfer: TransferConfig | None = None,
+        retry: RetryConfig | None = None,
+        callback: Callback | None = None,
+        registry: ExtensionRegistry | None = None,
+    ) -> None:
+        self.location = location
+        self.verify = VerifyMode(verify)
+        self.trust = Trust(trust)
+        self.transfer = transfer or TransferConfig()
+        self._retry = retry or RetryConfig()
+        self._callback = callback
+        self._registry = registry
+        self._store: Store | None = None
+
+    @property
+    def url(self) -> str:
+        """Redacted URL."""
+        return self.location.redacted
+
+    @property
+    def store(self) -> Store:
+        """The store, opened when first asked for."""
+        if self._store is None:
+            self._store = open_store(self.location, transfer=self.transfer, retry=self._retry)
+        return self._store
+
+    def close(self) -> None:
+        """Close the store; a later use opens it again. Idempotent."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
+
+    def read_all_metadata(self) -> list[bytes]:
+        """Read ``.metadata``, or where there is none the metadata that ranks wrote by themselves, by rank.
+
+        Raises:
+            CheckpointNotFoundError: There is neither.
+        """
+        try:
+            return [self.read_metadata()]
+        except CheckpointNotFoundError:
+            if not self.store.capabilities.listable:
+                raise
+            ranks = [parse_rank_metadata_name(info.path) for info in self.store.list()]
+            found = sorted(rank for rank in ranks if rank is not None)
+            if not found:
+                raise
+        return [self.read_metadata(rank) for rank in found]
+
+    def read_metadata(self, rank: int | None = None) -> bytes:
+        """Read ``.metadata``, or the metadata that one rank wrote by itself.
+
+        Raises:
+            CheckpointNotFoundError: There is none.
+        """
+        name = METADATA_NAME if rank is None else rank_metadata_name(rank)
+        try:
+            return self.store.get(name)
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"no checkpoint at {self.url}: it has no {name}; check the URL (a save that failed or still runs "
+                f"leaves none)"
+            ) from error
+
+    def decode_index(self, *files: bytes) -> CheckpointIndex:
+        """The checkpoint's table of contents from `read_all_metadata`."""
+        indexes = [decode_index(data, trust=self.trust, url=self.url) for data in files]
+        return indexes[0] if len(indexes) == 1 else merge_indexes(indexes, url=self.url)
+
+    def decode_metadata(self, data: bytes) -> Metadata:
+        """The metadata as torch's planners want it."""
+        return decode_metadata(data, trust=self.trust, url=self.url)
+
+    def decode_object(self, key: str, data: bytes | memoryview) -> object:
+        """A non-tensor value from its bytes.
+
+        Raises:
+            UntrustedDataError: It holds a class outside the allow-list.
+            CorruptCheckpointError: The bytes are not a value.
+        """
+        return decode_object(data, trust=self.trust, key=key)
+
+    def new_fetch(self, index: CheckpointIndex) -> Fetch:
+        """An empty fetch from this checkpoint."""
+        return Fetch(
+            self.store,
+            self.transfer,
+            verify=self.verify is VerifyMode.CHECKSUMS,
+            file_sizes=index.data_files(),
+            decode=self._decode_tensor,
+            undo_transforms=self._undo_transforms,
+            callback=self._callback,
+        )
+
+    def _decode_tensor(self, data: memoryview, want: TensorWant) -> torch.Tensor:
+        plain = self._undo_transforms(data, want.key, want.location) if want.location.transforms else data
+        return decode_tensor_entry(plain, trust=self.trust, key=want.key)
+
+    def _undo_transforms(self, data: memoryview, key: str, location: EntryLocation) -> bytes:
+        """Undo the stream transforms of an entry.
+
+        Raises:
+            ConfigError: The registry does not know one, or its package is not installed.
+            CorruptCheckpointError: The stream is damaged.
+        """
+        if self._registry is None:
+            self._registry = torch_private.new_extension_registry()
+        try:
+            undo_all = torch_private.stream_transforms(self._registry, location.transforms)
+        except ValueError as error:
+            raise ConfigError(
+                f"loading key {key!r} from {self.url}: saved through {', '.join(location.transforms)} ({error}); "
+                f"install what that needs, or pass an extension_registry that knows it"
+            ) from error
+        try:
+            stream = cast("IO[bytes]", io.BytesIO(data))
+            for undo in undo_all:
+                stream = undo(stream)
+            return stream.read(-1)
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"loading key {key!r} from {self.url}: undoing {', '.join(location.transforms)} of its entry in file "
+                f"{location.file!r} failed ({error}); the data changed since it was saved, so load another checkpoint",
+                file=location.file,
+                key=key,
+            ) from error

@@ -1,0 +1,159 @@
+"""Every private name of torch that dcpfs uses, in one place.
+
+Problem: what DCP needs from a storage layer is only partly public: the record that says where an entry lies, the
+protocol that turns a DTensor into write items, how a local shard is found. Such names move between releases.
+
+Way taken: they are imported here and nowhere else, with the smallest surface, and tests/peers run on the oldest and
+the newest supported torch. Whatever is missing in a release is bridged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, cast
+
+import torch
+import torch.distributed.checkpoint
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
+from torch.distributed.checkpoint.utils import find_state_dict_object, find_tensor_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "DCP_VERSION",
+    "EntryInfo",
+    "ExtensionRegistry",
+    "StorageInfo",
+    "create_write_items",
+    "find_shard",
+    "flatten_sharded_tensors",
+    "global_shape",
+    "has_shards",
+    "is_on_meta",
+    "is_wrapper",
+    "local_shards",
+    "new_extension_registry",
+    "settle",
+    "stream_transforms",
+]
+
+DCP_VERSION: str = CURRENT_DCP_VERSION
+
+
+class EntryInfo(StorageInfo):
+    """Where an entry lies, with what dcpfs's index wants to know beside it. Travels from rank to coordinator.
+
+    It becomes a plain `StorageInfo` before it is written, so that torch alone can read the metadata.
+
+    Attributes:
+        payload_offset_bytes: As in `dcpfs.format.index.EntryLocation`.
+        crc32: As in `dcpfs.format.index.EntryLocation`.
+    """
+
+    def __init__(
+        self,
+        relative_path: str,
+        offset: int,
+        length: int,
+        transform_descriptors: list[str] | None = None,
+        payload_offset_bytes: int = -1,
+        crc32: int = -1,
+    ) -> None:
+        self.relative_path = relative_path
+        self.offset = offset
+        self.length = length
+        self.transform_descriptors = transform_descriptors
+        self.payload_offset_bytes = payload_offset_bytes
+        self.crc32 = crc32
+
+    def plain(self) -> StorageInfo:
+        """The same as torch writes it."""
+        return StorageInfo(self.relative_path, self.offset, self.length, self.transform_descriptors)
+
+
+def create_write_items(fqn: str, value: object) -> list[WriteItem]:
+    """The write items of one value, by the protocols of DTensor, ShardedTensor and 2.14's checkpointable tensors."""
+    return _create_write_items(fqn, value)
+
+
+def find_shard(state_dict: Mapping[str, object], index: MetadataIndex) -> object:
+    """The value, or the local shard of a sharded one, that an index names."""
+    return find_state_dict_object(dict(state_dict) if not isinstance(state_dict, dict) else state_dict, index)
+
+
+def flatten_sharded_tensors(state_dict: dict[str, object]) -> dict[str, object]:
+    """Open ShardedTensors whose only shard is a ShardedTensor itself (2-D parallel of FSDP1). Keys stay."""
+    return cast("dict[str, object]", _flatten_sharded_tensors(state_dict))
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """True for a subclass that only wraps other tensors and has no memory of its own."""
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def settle(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for the collective that a lazily gathered tensor stands for; any other tensor as it is."""
+    if isinstance(tensor, AsyncCollectiveTensor):
+        return tensor.wait()
+    return tensor
+
+
+_KNOWS_CHECKPOINTABLE = hasattr(torch.distributed.checkpoint, "CheckpointableTensor")  # new in torch 2.14
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The shape of the whole that a plain tensor is a local part of, by the protocol of torch 2.14; else None."""
+    if not _KNOWS_CHECKPOINTABLE:
+        return None
+    shape = getattr(tensor, "global_shape", None)
+    return None if shape is None or not hasattr(tensor, "global_offsets") else tuple(shape)
+
+
+def is_on_meta(tensor: torch.Tensor) -> bool:
+    """True for a tensor without memory. A ShardedTensor can't be asked, and has its shards on real devices."""
+    return not isinstance(tensor, ShardedTensor) and tensor.is_meta
+
+
+def has_shards(tensor: torch.Tensor) -> bool:
+    """True for a tensor that says itself which boxes of the whole this rank holds."""
+    return hasattr(tensor, "__create_chunk_list__") or isinstance(tensor, ShardedTensor)
+
+
+def local_shards(
+    fqn: str, tensor: torch.Tensor
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    """The boxes of a tensor that this rank holds, by any of torch's protocols: offsets, sizes, and their memory.
+
+    None when the rank is not part of a DTensor's mesh.
+    """
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        return
+    for position, chunk in enumerate(_create_chunk_list(tensor)):
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        shard = find_tensor_shard(tensor, MetadataIndex(fqn, chunk.offsets, position))
+        yield offsets, sizes, shard
+
+
+def new_extension_registry() -> ExtensionRegistry:
+    """The registry of stream transforms with those that torch brings."""
+    return ExtensionRegistry()
+
+
+def stream_transforms(
+    registry: ExtensionRegistry, descriptors: Sequence[str]
+) -> list[Callable[[IO[bytes]], IO[bytes]]]:
+    """How to undo the stream transforms of an entry, in the order in which to apply them.
+
+    Raises:
+        ValueError: The registry does not know one.
+    """
+    extensions = registry.from_descriptor_list(descriptors)
+    return [e.transform_from for e in extensions if isinstance(e, StreamTransformExtension)]

@@ -1,0 +1,402 @@
+"""``.metadata``: torch's pickle of what the checkpoint holds, and dcpfs's index behind it.
+
+Problem: torch unpickles this file without looking (case 110) and joins the names in it to paths unchecked (case 112).
+A damaged number in it ends in an `IndexError` somewhere, or in a tensor read from the wrong place.
+
+Way taken: `decode_index` takes dcpfs's own index where it is there and its checksums match, else decodes the pickle
+through an allow-list of torch's metadata classes, and checks every name, number and type before anyone sees it.
+`decode_metadata` gives torch's planners the objects they expect, rebuilt from the index, which is quicker than
+unpickling, unless the metadata holds what the index has no place for.
+
+Flow: ``Metadata`` → `encode_metadata` → bytes → `decode_index` (dcpfs's reads) or `decode_metadata` (torch's
+planners). Without collectives each rank writes a file of its own: `merge_indexes` makes one of several.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcpfs.config import Trust
+from dcpfs.errors import CorruptCheckpointError, IncompleteCheckpointError
+from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, TensorRecord
+from dcpfs.format.index_block import (
+    IndexBlock,
+    MetadataExtras,
+    append_index,
+    check_chunks,
+    decode_layout,
+    is_cut_short,
+    split_index,
+)
+from dcpfs.format.metadata_classes import load_metadata_pickle
+from dcpfs.format.metadata_pickle import encode_metadata_pickle
+from dcpfs.format.names import check_relative_name
+
+__all__ = [
+    "check_coverage",
+    "decode_index",
+    "decode_metadata",
+    "encode_metadata",
+    "index_metadata",
+    "merge_indexes",
+    "metadata_from_index",
+]
+
+_LARGEST_NUMBER = 1 << 62
+
+
+def encode_metadata(metadata: Metadata, *, structure: object = None, save_id: str | None = None) -> bytes:
+    """The whole ``.metadata`` file.
+
+    Args:
+        metadata: As torch's planner made it; ``storage_data`` maps `MetadataIndex` to `EntryLocation`, or to torch's storage
+            records, which may carry ``payload_offset_bytes`` and ``crc32`` as attributes. Not changed.
+        structure: JSON value that describes the containers of the state (`dcpfs.dcp.flatten`).
+        save_id: Id of the save.
+
+    Raises:
+        IncompleteCheckpointError: A record of the metadata has no entry in ``storage_data``.
+    """
+    locations = {index: _locate(info) for index, info in (metadata.storage_data or {}).items()}
+    try:
+        records = _make_records(metadata.state_dict_metadata, locations)
+    except CorruptCheckpointError as error:
+        raise IncompleteCheckpointError(f"writing the metadata: {error.message}; nothing was published") from error
+    paths = metadata.planner_data if _is_paths(metadata.planner_data) else {}
+    index = CheckpointIndex(records, structure, paths, save_id, written_by_dcpfs=True)
+    return append_index(encode_metadata_pickle(metadata, locations), IndexBlock(index, _extras(metadata)))
+
+
+def decode_index(
+    data: bytes | memoryview, *, trust: Trust = Trust.ALLOWLIST, url: str = "the checkpoint"
+) -> CheckpointIndex:
+    """The table of contents of a checkpoint from its ``.metadata``, whoever wrote it.
+
+    Args:
+        data: The whole file.
+        trust: Whether the allow-list applies to a pickle. Names and numbers are checked in any case.
+        url: The checkpoint, redacted, for errors.
+
+    Raises:
+        CorruptCheckpointError: The bytes are damaged or contradict themselves.
+        UntrustedDataError: A class is not on the allow-list, or a name leaves the checkpoint.
+    """
+    where = _where(url)
+    block = split_index(data, where=where)
+    if block is not None:
+        return block.index
+    return index_metadata(_load_pickle(data, trust, where), url=url)
+
+
+def decode_metadata(
+    data: bytes | memoryview, *, trust: Trust = Trust.ALLOWLIST, url: str = "the checkpoint"
+) -> Metadata:
+    """torch's own metadata object from ``.metadata``, whoever wrote it. Checked as `decode_index` checks it.
+
+    Raises:
+        CorruptCheckpointError: The bytes are damaged or contradict themselves.
+        UntrustedDataError: A class is not on the allow-list, or a name leaves the checkpoint.
+    """
+    where = _where(url)
+    block = split_index(data, where=where)
+    if block is not None and block.extras.complete:
+        return metadata_from_index(block.index, block.extras)
+    metadata = _load_pickle(data, trust, where)
+    index_metadata(metadata, url=url)
+    return metadata
+
+
+def index_metadata(metadata: Metadata, *, url: str = "the checkpoint") -> CheckpointIndex:
+    """The table of contents of torch's metadata object, checked.
+
+    Chunks that are listed twice (several ranks saved one replica) count once.
+
+    Raises:
+        CorruptCheckpointError: It contradicts itself.
+        UntrustedDataError: A name leaves the checkpoint.
+    """
+    where = _where(url)
+    try:
+        if type(metadata.storage_data) is not dict or type(metadata.state_dict_metadata) is not dict:
+            raise CorruptCheckpointError("it has no records")
+        locations = {index: _check_location(_locate(info)) for index, info in metadata.storage_data.items()}
+        records = _make_records(metadata.state_dict_metadata, locations)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(
+            f"reading {where}: the metadata is damaged: {error.message}", file=".metadata", key=error.key
+        ) from error
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise CorruptCheckpointError(
+            f"reading {where}: the metadata is damaged ({type(error).__name__}: {str(error)[:200]})", file=".metadata"
+        ) from error
+    meta = metadata.storage_meta
+    save_id = getattr(meta, "save_id", None)
+    return CheckpointIndex(
+        records,
+        paths=dict(metadata.planner_data) if _is_paths(metadata.planner_data) else {},
+        save_id=save_id if type(save_id) is str else None,
+    )
+
+
+def merge_indexes(indexes: Sequence[CheckpointIndex], *, url: str = "the checkpoint") -> CheckpointIndex:
+    """One table of contents of the files that ranks wrote without collectives, the lowest rank first.
+
+    Chunks of one tensor are joined; of a chunk or value that several hold, the first counts.
+
+    Raises:
+        CorruptCheckpointError: They disagree about the kind, dtype or shape of a key.
+    """
+    merged = CheckpointIndex({}, written_by_dcpfs=bool(indexes) and all(index.written_by_dcpfs for index in indexes))
+    for index in indexes:
+        merged.paths = {**index.paths, **merged.paths}
+        merged.structure = merged.structure if merged.structure is not None else index.structure
+        merged.save_id = merged.save_id if merged.save_id is not None else index.save_id
+        for key, record in index.records.items():
+            known = merged.records.setdefault(key, record)
+            if known is record:
+                continue
+            if type(known) is not type(record) or (
+                isinstance(known, TensorRecord)
+                and isinstance(record, TensorRecord)
+                and (known.dtype, known.shape) != (record.dtype, record.shape)
+            ):
+                raise CorruptCheckpointError(
+                    f"reading {url}: the metadata of two ranks disagree about the kind, dtype or shape of {key!r}",
+                    key=key,
+                )
+            if isinstance(known, TensorRecord) and isinstance(record, TensorRecord):
+                merged.records[key] = known._replace(chunks=_distinct((*known.chunks, *record.chunks)))
+    return merged
+
+
+def check_coverage(index: CheckpointIndex, *, url: str = "the checkpoint") -> None:
+    """Refuse a checkpoint whose tensors have gaps. Not for the file of a single rank.
+
+    Raises:
+        CorruptCheckpointError: The chunks of a tensor hold fewer elements than it has.
+    """
+    for key, record in index.records.items():
+        if isinstance(record, TensorRecord):
+            held = sum(math.prod(chunk.sizes) for chunk in record.chunks)
+            if held < math.prod(record.shape):
+                raise CorruptCheckpointError(
+                    f"reading {_where(url)}: the metadata lists {held} of {math.prod(record.shape)} elements of {key!r}; "
+                    f"a part of the checkpoint is missing",
+                    file=".metadata",
+                    key=key,
+                )
+
+
+def metadata_from_index(index: CheckpointIndex, extras: MetadataExtras | None = None) -> Metadata:
+    """torch's metadata object for an index, for planners that want one."""
+    if extras is None:
+        extras = MetadataExtras(has_paths=bool(index.paths), save_id=index.save_id, modules=())
+    choices = [
+        (decode_layout(layout), requires_grad, pin_memory) for layout, requires_grad, pin_memory in extras.properties
+    ] or [(torch.strided, False, False)]
+    numbers = iter(extras.property_numbers)
+    shared: dict[tuple[torch.dtype, int], TensorProperties] = {}
+    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    for key, record in index.records.items():
+        if isinstance(record, BytesRecord):
+            state[key] = BytesStorageMetadata()
+            storage[MetadataIndex(key)] = _storage_info(record.location)
+            continue
+        choice = next(numbers, 0)
+        properties = shared.get((record.dtype, choice))
+        if properties is None:
+            layout, requires_grad, pin_memory = choices[choice]
+            properties = TensorProperties(record.dtype, layout, requires_grad, torch.contiguous_format, pin_memory)
+            shared[record.dtype, choice] = properties
+        chunks = []
+        for number, (offsets, sizes, location) in enumerate(record.chunks):
+            start = torch.Size(offsets)
+            chunks.append(ChunkStorageMetadata(start, torch.Size(sizes)))
+            storage[MetadataIndex(key, start, number)] = _storage_info(location)
+        state[key] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
+    meta = None
+    if extras.modules is not None:
+        meta = StorageMeta(extras.checkpoint_id, extras.save_id, None, list(extras.modules))
+    return Metadata(state, dict(index.paths) if extras.has_paths else None, storage, meta, extras.version)
+
+
+def _where(url: str) -> str:
+    return f"the .metadata of {url}"
+
+
+def _storage_info(location: EntryLocation) -> _StorageInfo:
+    return _StorageInfo(
+        location.file,
+        location.offset_bytes,
+        location.length_bytes,
+        list(location.transforms) if location.transforms else None,
+    )
+
+
+def _load_pickle(data: bytes | memoryview, trust: Trust, where: str) -> Metadata:
+    if trust is Trust.PICKLE:
+        try:
+            loaded: object = pickle.loads(data)
+        except Exception as error:
+            raise CorruptCheckpointError(
+                f"reading {where}: its pickle can't be loaded ({type(error).__name__}: {str(error)[:200]})",
+                file=".metadata",
+            ) from error
+    else:
+        loaded, length_bytes = load_metadata_pickle(data, where=where)
+        if is_cut_short(data, length_bytes):
+            raise CorruptCheckpointError(f"reading {where}: the file was cut short", file=".metadata")
+    if not isinstance(loaded, Metadata):
+        raise CorruptCheckpointError(
+            f"reading {where}: it holds a {type(loaded).__qualname__}, not torch's Metadata", file=".metadata"
+        )
+    for name in ("planner_data", "storage_data", "storage_meta", "version"):
+        # torch before 2.3 wrote fewer fields; the class has their defaults.
+        if name not in loaded.__dict__:
+            setattr(loaded, name, None)
+    return loaded
+
+
+def _locate(info: object) -> EntryLocation:
+    if type(info) is EntryLocation:
+        return info
+    if not isinstance(info, _StorageInfo):
+        raise CorruptCheckpointError(f"an entry is described by a {type(info).__qualname__}")
+    fields: Any = info.__dict__
+    transforms = fields.get("transform_descriptors")
+    return EntryLocation(
+        fields["relative_path"],
+        fields["offset"],
+        fields["length"],
+        fields.get("payload_offset_bytes", -1),
+        fields.get("crc32", -1),
+        tuple(transforms) if transforms else (),
+    )
+
+
+def _check_location(location: EntryLocation) -> EntryLocation:
+    check_relative_name(location.file)
+    for number in (location.offset_bytes, location.length_bytes):
+        if type(number) is not int or not 0 <= number <= _LARGEST_NUMBER:
+            raise CorruptCheckpointError("an entry's offset or length is no sensible number")
+    if any(type(name) is not str for name in location.transforms):
+        raise CorruptCheckpointError("an entry's transform is not named by a string")
+    return location
+
+
+def _make_records(
+    state: Mapping[str, object], locations: Mapping[MetadataIndex, EntryLocation]
+) -> dict[str, TensorRecord | BytesRecord]:
+    by_chunk: dict[tuple[str, object], EntryLocation] = {}
+    for index, location in locations.items():
+        if type(index) is not MetadataIndex:
+            raise CorruptCheckpointError("an entry has no key")
+        by_chunk[index.fqn, index.offset] = location
+    records: dict[str, TensorRecord | BytesRecord] = {}
+    for key, record in state.items():
+        if type(key) is not str:
+            raise CorruptCheckpointError("a key is not a string")
+        if type(record) is BytesStorageMetadata:
+            records[key] = BytesRecord(_find(by_chunk, key, None))
+        elif type(record) is TensorStorageMetadata:
+            records[key] = _make_tensor_record(key, record, by_chunk)
+        else:
+            raise CorruptCheckpointError(f"{key!r} is described by a {type(record).__qualname__}", key=key)
+    return records
+
+
+def _find(by_chunk: Mapping[tuple[str, object], EntryLocation], key: str, offset: object) -> EntryLocation:
+    location = by_chunk.get((key, offset))
+    if location is None:
+        raise CorruptCheckpointError(f"no entry is listed for {key!r}", key=key)
+    return location
+
+
+def _make_tensor_record(
+    key: str, record: TensorStorageMetadata, by_chunk: Mapping[tuple[str, object], EntryLocation]
+) -> TensorRecord:
+    dtype = record.properties.dtype
+    shape = _sizes(key, record.size)
+    if type(dtype) is not torch.dtype or type(record.chunks) is not list:
+        raise CorruptCheckpointError(f"the record of {key!r} is malformed", key=key)
+    chunks = []
+    for chunk in record.chunks:
+        offsets, sizes = _sizes(key, chunk.offsets), _sizes(key, chunk.sizes)
+        chunks.append(ChunkRecord(offsets, sizes, _find(by_chunk, key, offsets)))
+    distinct = _distinct(chunks) if len(chunks) > 1 else tuple(chunks)
+    check_chunks(key, dtype, shape, distinct)
+    return TensorRecord(dtype, shape, distinct)
+
+
+def _sizes(key: str, sizes: object) -> tuple[int, ...]:
+    if not isinstance(sizes, torch.Size):
+        raise CorruptCheckpointError(f"the sizes of {key!r} are no sizes", key=key)
+    plain = tuple(sizes)
+    for number in plain:
+        if type(number) is not int or not 0 <= number <= _LARGEST_NUMBER:
+            raise CorruptCheckpointError(f"the sizes of {key!r} are no sensible numbers", key=key)
+    return plain
+
+
+def _distinct(chunks: Sequence[ChunkRecord]) -> tuple[ChunkRecord, ...]:
+    """Each hyper-rectangle once, the first time it is listed."""
+    return tuple({(chunk.offsets, chunk.sizes): chunk for chunk in reversed(chunks)}.values())[::-1]
+
+
+def _is_paths(planner_data: object) -> bool:
+    """torch's planner data: key to path."""
+    return type(planner_data) is dict and all(
+        type(key) is str and type(path) is tuple and all(type(part) in (str, int) for part in path)
+        for key, path in planner_data.items()
+    )
+
+
+def _extras(metadata: Metadata) -> MetadataExtras:
+    meta = metadata.storage_meta
+    has_paths = _is_paths(metadata.planner_data)
+    texts = [metadata.version] + ([] if meta is None else [meta.checkpoint_id, meta.save_id])
+    complete = (
+        (has_paths or metadata.planner_data is None)
+        and all(text is None or type(text) is str for text in texts)
+        and (meta is None or (meta.load_id is None and all(type(name) is str for name in meta.modules)))
+    )
+    choices: dict[tuple[str, bool, bool], int] = {}
+    numbers = []
+    for record in metadata.state_dict_metadata.values():
+        if type(record) is TensorStorageMetadata:
+            properties = record.properties
+            choice = (
+                str(properties.layout).removeprefix("torch."),
+                properties.requires_grad,
+                properties.pin_memory,
+            )
+            numbers.append(choices.setdefault(choice, len(choices)))
+            complete = complete and properties.memory_format is torch.contiguous_format
+    if not complete:
+        return MetadataExtras()
+    return MetadataExtras(
+        complete=True,
+        version=metadata.version,
+        checkpoint_id=None if meta is None else cast("str | None", meta.checkpoint_id),
+        save_id=None if meta is None else meta.save_id,
+        modules=None if meta is None else tuple(meta.modules),
+        has_paths=has_paths,
+        properties=tuple(choices),
+        property_numbers=tuple(numbers) if len(choices) > 1 else (),
+    )

@@ -1,0 +1,323 @@
+"""Values that are no plain tensor: encoded by ``torch.save``, decoded through the allow-list.
+
+Problem: torch's planner loads every non-tensor entry with ``weights_only=False``, so an entry can run code in each
+rank (case 111); with ``weights_only=True`` it refuses what trainers store, and says so only after the job was lost.
+And a value that can't be pickled at all fails when the file it should go to already exists (case 109).
+
+Way taken: one list for both ways. Decoding takes the archive apart here, checks its checksums, and rebuilds its
+pickle through `SafeUnpickler`, tensors inside it included; the few things only torch can rebuild (wrapper subclasses,
+quantized tensors) pass through torch's own weights-only unpickler. Encoding makes the bytes in memory first, then
+decodes them with the list of a default load, and refuses what that would refuse while the key is known and no byte is
+written.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from typing import Any
+
+import torch
+
+from dcpfs.config import Trust
+from dcpfs.errors import CheckpointError, CorruptCheckpointError, UnsupportedValueError, UntrustedDataError
+from dcpfs.format.allowlist import Global, resolve_value
+from dcpfs.format.archive import ArchiveError, Record, read_directory
+from dcpfs.format.checksum import crc32
+from dcpfs.format.tensor_pickle import STORAGE_CLASSES
+from dcpfs.format.unpickling import SafeUnpickler
+
+__all__ = ["check_storable_object", "decode_object", "decode_tensor_entry", "encode_object"]
+
+
+def encode_object(value: object, *, key: str = "", trust: Trust = Trust.ALLOWLIST) -> bytes:
+    """Encode a value as torch's planner does, refusing what a default load would refuse.
+
+    Args:
+        value: The value; tensors inside it are stored whole.
+        key: The state key, for errors.
+        trust: `Trust.PICKLE`: anything that pickles is stored; loading it will take the same trust.
+
+    Raises:
+        UnsupportedValueError: It can't be pickled, or holds a class that is not on the allow-list; names key and class.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:
+        raise UnsupportedValueError(
+            f"saving {key!r}: a {_kind(value)} can't be pickled ({type(error).__name__}: {str(error)[:200]}); store "
+            f"plain data instead"
+        ) from error
+    data = buffer.getvalue()
+    if trust is Trust.ALLOWLIST:
+        check_storable_object(data, key)
+    return data
+
+
+def check_storable_object(data: bytes | memoryview, key: str) -> None:
+    """Refuse an encoded value that a default load would refuse.
+
+    Args:
+        data: The bytes of ``torch.save``, as a planner's ``resolve_data`` returns them.
+        key: The state key, for errors.
+
+    Raises:
+        UnsupportedValueError: It holds a class that is not on the allow-list; names key and class.
+    """
+    try:
+        decode_object(data, key=key)
+    except CheckpointError as error:
+        reason = error.message.partition("; pass trust=")[0]
+        raise UnsupportedValueError(
+            f"saving {key!r}: a load would refuse it: {reason}; store plain data, or register the class with "
+            f"torch.serialization.add_safe_globals on both sides"
+        ) from error
+
+
+def decode_object(data: bytes | memoryview, *, trust: Trust = Trust.ALLOWLIST, key: str = "") -> object:
+    """Decode a value from the bytes of ``torch.save``. Tensors inside it come to the CPU.
+
+    Args:
+        data: The whole entry.
+        trust: Whether the allow-list applies.
+        key: The state key, for errors.
+
+    Raises:
+        UntrustedDataError: A class is not on the allow-list; names class and key.
+        CorruptCheckpointError: The bytes are damaged.
+    """
+    what = f"the entry {key!r}"
+    view = memoryview(data).cast("B")
+    archive = _Archive.open(view, what, key)
+    if archive is None or trust is Trust.PICKLE:
+        return _load_with_torch(view, trust, what, key)
+    try:
+        unpickler = SafeUnpickler(
+            archive.read("data.pkl"), what=what, resolve=_resolve, load_persistent=archive.load_storage
+        )
+        return unpickler.load()
+    except UntrustedDataError as error:
+        try:
+            return _load_with_torch(view, trust, what, key)
+        except CheckpointError:
+            raise error from None
+    except CorruptCheckpointError as error:
+        error.key = key
+        raise
+
+
+def decode_tensor_entry(entry: bytes | memoryview, *, trust: Trust = Trust.ALLOWLIST, key: str = "") -> torch.Tensor:
+    """Decode any entry that holds one tensor, also those that `parse_tensor_header` calls unusual.
+
+    Raises:
+        UntrustedDataError: It names a class that is not on the allow-list; names class and key.
+        CorruptCheckpointError: The bytes are damaged, or hold something else than a tensor.
+    """
+    value = decode_object(entry, trust=trust, key=key)
+    if not isinstance(value, torch.Tensor):
+        raise CorruptCheckpointError(
+            f"reading the entry {key!r}: it holds a {_kind(value)}, but the metadata says a tensor", key=key
+        )
+    return value
+
+
+def _kind(value: object) -> str:
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _load_with_torch(view: memoryview, trust: Trust, what: str, key: str) -> Any:
+    """``torch.load`` with its own list, or with none."""
+    if bytes(view[8:9]) == b"{" and int.from_bytes(view[:8], "little") <= len(view):
+        raise CorruptCheckpointError(
+            f"reading {what}: it is in safetensors format, not that of torch.save; read it with a safetensors reader",
+            key=key,
+        )
+    try:
+        return torch.load(io.BytesIO(view), map_location="cpu", weights_only=trust is not Trust.PICKLE)
+    except pickle.UnpicklingError as error:
+        text = str(error)
+        if trust is not Trust.PICKLE and ("Unsupported global" in text or "weights_only" in text):
+            reason = text.partition("WeightsUnpickler error: ")[2].partition("\n")[0] or "a class that torch refuses"
+            raise UntrustedDataError(
+                f"reading {what}: {reason[:300]}; pass trust='pickle' only if you trust everyone who can write this "
+                f"checkpoint"
+            ) from error
+        raise _damaged(what, key, error) from error
+    except Exception as error:
+        raise _damaged(what, key, error) from error
+
+
+def _damaged(what: str, key: str, error: Exception | str) -> CorruptCheckpointError:
+    text = error if isinstance(error, str) else f"{type(error).__name__}: {str(error)[:200]}"
+    return CorruptCheckpointError(f"reading {what}: the entry is damaged ({text})", key=key)
+
+
+class _Archive:
+    """The records of one entry, and the storages made from them so far."""
+
+    def __init__(self, view: memoryview, records: dict[str, Record]) -> None:
+        self._view = view
+        self._records = records
+        self._storages: dict[str, torch.UntypedStorage] = {}
+
+    @classmethod
+    def open(cls, view: memoryview, what: str, key: str) -> _Archive | None:
+        """Check an archive and its checksums. None when it is no archive that can be taken apart here."""
+        if bytes(view[:4]) != b"PK\x03\x04":
+            return None
+        try:
+            named = read_directory(view)
+        except ArchiveError as error:
+            raise _damaged(what, key, str(error)) from error
+        records = {}
+        for full_name, record in named.items():
+            prefix, _, name = full_name.partition("/")
+            records[name or prefix] = record
+        if len(records) != len(named) or "data.pkl" not in records:
+            raise _damaged(what, key, "it is no archive of torch.save")
+        if "constants.pkl" in records:
+            raise UntrustedDataError(f"reading {what}: it is a TorchScript program, not a value; refused")
+        # A writer that was told not to compute checksums leaves them at 0, that of the never empty pickle too.
+        if records["data.pkl"].crc32 != 0:
+            for name, record in records.items():
+                if crc32(view[record.start : record.start + record.size_bytes]) != record.crc32:
+                    raise CorruptCheckpointError(
+                        f"reading {what}: the checksum of its record {name[:100]!r} is wrong; it was damaged after "
+                        f"saving",
+                        key=key,
+                    )
+        archive = cls(view, records)
+        byte_order = records.get("byteorder")
+        if byte_order is not None and archive.read("byteorder") != sys.byteorder.encode("ascii"):
+            return None
+        return archive
+
+    def read(self, name: str) -> memoryview:
+        """The bytes of a record."""
+        record = self._records[name]
+        return self._view[record.start : record.start + record.size_bytes]
+
+    def load_storage(self, pid: object) -> object:
+        """Make the storage that a persistent id names, once."""
+        if (
+            type(pid) is not tuple
+            or len(pid) != 5
+            or pid[0] != "storage"
+            or type(pid[1]) is not _StorageClass
+            or type(pid[2]) is not str
+            or type(pid[4]) is not int
+        ):
+            raise _refuse("a storage that torch does not write")
+        kind, name, count = pid[1], pid[2], pid[4]
+        dtype = kind.dtype if kind.dtype is not None else torch.uint8
+        storage = self._storages.get(name)
+        if storage is None:
+            if f"data/{name}" not in self._records:
+                raise CorruptCheckpointError("reading a value: its archive lacks a tensor's data; it is damaged")
+            # The bytes are copied twice: torch warns about read-only memory, and its own allocation can be resized.
+            data = bytearray(self.read(f"data/{name}"))
+            tensor = torch.frombuffer(data, dtype=torch.uint8).clone() if data else torch.empty(0, dtype=torch.uint8)
+            storage = tensor.untyped_storage()
+            self._storages[name] = storage
+        if count * dtype.itemsize != storage.nbytes():
+            raise CorruptCheckpointError("reading a value: the size of a tensor's data is wrong; it is damaged")
+        return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
+            wrap_storage=storage, dtype=dtype, _internal=True
+        )
+
+
+class _StorageClass:
+    """Stands for a storage class of torch, whose pickles name nothing but the dtype."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+
+
+def _refuse(what: str) -> UntrustedDataError:
+    return UntrustedDataError(f"reading a value: its pickle holds {what}; refused")
+
+
+def _check_numbers(numbers: object) -> tuple[int, ...]:
+    if not isinstance(numbers, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
+        raise _refuse("a tensor without sizes and strides")
+    return tuple(numbers)
+
+
+def _set_tensor(storage: object, dtype: object, offset: object, sizes: object, strides: object) -> torch.Tensor:
+    shape, steps = _check_numbers(sizes), _check_numbers(strides)
+    if (
+        not isinstance(storage, torch.storage.TypedStorage)
+        or not isinstance(dtype, torch.dtype)
+        or type(offset) is not int
+        or offset < 0
+        or len(shape) != len(steps)
+    ):
+        raise _refuse("a tensor that torch does not write")
+    if 0 not in shape:
+        last = offset + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
+        if (last + 1) * dtype.itemsize > storage._untyped_storage.nbytes():
+            raise CorruptCheckpointError("reading a value: a tensor exceeds its storage; it is damaged")
+    return torch.empty((0,), dtype=dtype).set_(storage._untyped_storage, offset, shape, steps)
+
+
+def _finish(tensor: torch.Tensor, requires_grad: object, flags: object) -> torch.Tensor:
+    if flags is not None:
+        if type(flags) is not dict or not set(flags) <= {"conj", "neg"}:
+            raise _refuse("a tensor with further state")
+        if flags.get("conj") is True:
+            tensor = torch._conj(tensor)
+        if flags.get("neg") is True:
+            tensor = torch._neg_view(tensor)
+    if requires_grad is True:
+        tensor.requires_grad_(True)
+    return tensor
+
+
+def _rebuild_typed(
+    storage: object,
+    offset: object,
+    sizes: object,
+    strides: object,
+    requires_grad: object = False,
+    _hooks: object = None,
+    flags: object = None,
+) -> torch.Tensor:
+    dtype = storage.dtype if isinstance(storage, torch.storage.TypedStorage) else None
+    return _finish(_set_tensor(storage, dtype, offset, sizes, strides), requires_grad, flags)
+
+
+def _rebuild_untyped(
+    storage: object,
+    offset: object,
+    sizes: object,
+    strides: object,
+    requires_grad: object,
+    _hooks: object,
+    dtype: object,
+    flags: object = None,
+) -> torch.Tensor:
+    return _finish(_set_tensor(storage, dtype, offset, sizes, strides), requires_grad, flags)
+
+
+def _rebuild_parameter(tensor: object, requires_grad: object = True, _hooks: object = None) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor:
+        raise _refuse("a parameter without a tensor")
+    return torch.nn.Parameter(tensor, requires_grad is True)
+
+
+_GLOBALS = {
+    ("torch._utils", "_rebuild_tensor"): Global(_rebuild_typed, _rebuild_typed),
+    ("torch._utils", "_rebuild_tensor_v2"): Global(_rebuild_typed, _rebuild_typed),
+    ("torch._utils", "_rebuild_tensor_v3"): Global(_rebuild_untyped, _rebuild_untyped),
+    ("torch._utils", "_rebuild_parameter"): Global(_rebuild_parameter, _rebuild_parameter),
+    ("torch.storage", "UntypedStorage"): Global(_StorageClass(None)),
+} | {("torch", name): Global(_StorageClass(dtype)) for dtype, name in STORAGE_CLASSES.items()}
+
+
+def _resolve(module: str, name: str) -> Global | None:
+    return _GLOBALS.get((module, name)) or resolve_value(module, name)

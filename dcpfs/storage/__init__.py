@@ -1,0 +1,1 @@
+"""Bytes at a URL. Knows fsspec, not torch."""

@@ -1,0 +1,498 @@
+"""Any fsspec filesystem, async or sync, as a `dcpfs.storage.store.Store`.
+
+Problem: what fsspec offers is made for people at a prompt: names are globs, listings are remembered,
+``exists`` takes every failure for "no", ``find`` leaves out what it could not list, a put makes directories
+and buckets, and an instance that went through a fork hangs.
+
+Way taken: only calls that take a name literally, one object each, on an instance that this process opened
+itself and opens anew after a fork or when credentials expired. Every call runs under the one `RetryPolicy`,
+and every exception becomes an error of dcpfs. How an object gets under its name is the business of
+`dcpfs.storage.fsspec_sink`; what a filesystem can do, that of `dcpfs.storage.filesystems`. On ``memory://``
+bytes move between its buffers and the caller's directly.
+
+Flow: ``FsspecStore(location)`` looks up the class, so that a missing package shows at once → the first verb
+opens the filesystem → each verb: attempt, translate, wait, attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
+
+from dcpfs.config import RetryConfig, TransferConfig
+from dcpfs.errors import (
+    BucketNotFoundError,
+    DcpfsError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+    TransferSizeError,
+    UnsupportedOperationError,
+)
+from dcpfs.storage.capabilities import Capabilities
+from dcpfs.storage.filesystems import OpenFilesystem, Publishing, open_filesystem, overrides, traits_of, uncached
+from dcpfs.storage.fsspec_sink import (
+    FileWriter,
+    MemoryFileLike,
+    MemorySink,
+    PartLedger,
+    StreamSink,
+    WholeSink,
+    as_bytes_view,
+    copy_bytes,
+    discard_file,
+    parts_of,
+    slices_of,
+    temporary_name,
+    write_all,
+)
+from dcpfs.storage.literal_calls import fill, list_directory, move_file, object_info, open_unbuffered
+from dcpfs.storage.location import Location, check_name
+from dcpfs.storage.retrying import RetryPolicy
+from dcpfs.storage.store import Buffer, ObjectInfo, Sink
+from dcpfs.storage.translate import Classified, FailedAttempt, FailureKind, classify
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+__all__ = ["FsspecStore"]
+
+_T = TypeVar("_T")
+_DELETE_THREADS = 8
+_WEB = frozenset({"http", "https"})
+
+
+class FsspecStore:
+    """A store on any fsspec filesystem. Thread-safe, picklable, usable in a forked child.
+
+    Args:
+        location: Where it is. The filesystem takes the options.
+        transfer: Part size.
+        retry: Attempts and deadline. A filesystem's own retries come below and are counted as one attempt.
+
+    Raises:
+        ConfigError: The scheme is unknown.
+        MissingBackendError: The scheme's package is not installed.
+    """
+
+    def __init__(
+        self, location: Location, *, transfer: TransferConfig | None = None, retry: RetryConfig | None = None
+    ) -> None:
+        self._location = location
+        self._transfer = transfer or TransferConfig()
+        self._retry = retry or RetryConfig()
+        self._traits = traits_of(location)
+        self._closed = threading.Event()
+        self._policy = RetryPolicy(self._retry, cancelled=self._closed)
+        self._plain = uncached(location)
+        self._made: set[str] = set()
+        self._pid = 0
+        self._generation = 0
+        self._opened: OpenFilesystem | None = None
+        self._opening = threading.Lock()
+        self._serial = threading.RLock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(FsspecStore, transfer=self._transfer, retry=self._retry), (self._location,)
+
+    def __repr__(self) -> str:
+        return f"FsspecStore({self._location.redacted!r})"
+
+    @property
+    def location(self) -> Location:
+        """Where this store is."""
+        return self._location
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What its filesystem can do, as far as known."""
+        traits = self._traits
+        return Capabilities(
+            writable=traits.publishing is not Publishing.NEVER,
+            listable=traits.listable,
+            ranged_reads=traits.ranged_reads,
+            parallel_parts=traits.publishing is Publishing.MEMORY,
+            conditional_put=False,
+            atomic_put=traits.atomic,
+            remote=traits.remote,
+            copies_reads=traits.publishing is not Publishing.MEMORY,
+        )
+
+    # -- reading
+
+    def get(self, path: str) -> bytes:
+        """Read a whole object."""
+        return self._run("read", path, lambda fs, name: bytes(fs.cat_file(name)))
+
+    def get_tail(self, path: str, size_bytes: int) -> tuple[bytes, int]:
+        """Read the end of an object: one request for its size, one for the bytes."""
+        total = self.head(path).size_bytes
+        start = max(0, total - max(0, size_bytes))
+        tail = bytearray(total - start)
+        self.read_into(path, start, [memoryview(tail)])
+        return bytes(tail), total
+
+    def read_into(self, path: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill the buffers with one request."""
+        views = [as_bytes_view(buffer) for buffer in buffers]
+        size_bytes = sum(map(len, views))
+        if not size_bytes:
+            return
+        if self._traits.publishing is Publishing.MEMORY:
+            self._run("read", path, lambda fs, name: self._read_memory(fs, name, path, start, views))
+        else:
+            self._run("read", path, lambda fs, name: self._read_range(fs, name, path, start, views))
+
+    def _read_memory(
+        self, fs: AbstractFileSystem, name: str, path: str, start: int, views: Sequence[memoryview]
+    ) -> None:
+        try:
+            file = cast("MemoryFileLike", fs.open(name, "rb"))
+        except FileExistsError:
+            raise FileNotFoundError(f"{path!r} is below an object") from None
+        with file.getbuffer() as whole:
+            self._check_range(path, start, sum(map(len, views)), len(whole))
+            for view in views:
+                with whole[start : start + len(view)] as source:
+                    copy_bytes(view, source)
+                start += len(view)
+
+    def _read_range(
+        self, fs: AbstractFileSystem, name: str, path: str, start: int, views: Sequence[memoryview]
+    ) -> None:
+        size_bytes = sum(map(len, views))
+        if overrides(type(fs), "cat_file") or overrides(type(fs), "_cat_file"):
+            content = memoryview(fs.cat_file(name, start=start, end=start + size_bytes))
+            if len(content) != size_bytes:
+                content = self._explain_length(path, start, size_bytes, content)
+            for view in views:
+                view[:] = content[: len(view)]
+                content = content[len(view) :]
+            return
+        file = open_unbuffered(fs, name)
+        try:
+            file.seek(start)
+            if any(fill(file, view) < len(view) for view in views):
+                self._explain_length(path, start, size_bytes, memoryview(b""))
+        finally:
+            file.close()
+
+    def _explain_length(self, path: str, start: int, size_bytes: int, content: memoryview) -> memoryview:
+        """Bytes of another number than asked for: a range that was ignored, a short body or a short object."""
+        total = self.head(path).size_bytes
+        self._check_range(path, start, size_bytes, total)
+        if len(content) == total:
+            return content[start : start + size_bytes]
+        error = TransferSizeError(
+            f"Can't read {self._target(path)}: {len(content)} of {size_bytes} bytes arrived; check the network"
+        )
+        raise FailedAttempt(Classified(error, FailureKind.TRANSIENT))
+
+    def _check_range(self, path: str, start: int, size_bytes: int, total: int) -> None:
+        if start + size_bytes > total:
+            raise TransferSizeError(
+                f"Can't read {self._target(path)}: bytes [{start}, {start + size_bytes}) of an object of {total}; "
+                "it is shorter than it should be"
+            )
+
+    def head(self, path: str) -> ObjectInfo:
+        """Describe an object, never from a cache."""
+        return self._run("describe", path, partial(self._head, path=path))
+
+    def _head(self, fs: AbstractFileSystem, name: str, *, path: str) -> ObjectInfo:
+        fs.invalidate_cache()
+        details = fs.info(name)
+        if details.get("type") == "directory":
+            raise FileNotFoundError(f"{path!r} is a directory")
+        return object_info(path, details)
+
+    def exists(self, path: str) -> bool:
+        """True when there is such an object; a missing bucket is an error."""
+        try:
+            self.head(path)
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """All objects below a directory, one request a directory."""
+        directories = [check_name(prefix)]
+        while directories:
+            directory = directories.pop()
+            for name, details in self._entries(directory):
+                path = f"{directory}/{name}" if directory else name
+                if details.get("type") == "directory":
+                    directories.append(path)
+                else:
+                    yield object_info(path, details)
+
+    def list_directories(self, prefix: str = "") -> Iterator[str]:
+        """Names of the directories right below one."""
+        for name, details in self._entries(check_name(prefix)):
+            if details.get("type") == "directory":
+                yield name
+
+    def _entries(self, directory: str) -> Sequence[tuple[str, Mapping[str, object]]]:
+        if not self._traits.listable:
+            raise UnsupportedOperationError(
+                f"Can't list {self._target(directory)}: {self._location.scheme}:// has no listing"
+            )
+        return self._run("list", directory, list_directory)
+
+    # -- writing
+
+    def put(self, path: str, buffers: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
+        """Write a whole object; ``if_absent`` is a check followed by a put."""
+        self._check_writable("write", path)
+        if if_absent and self.exists(path):
+            raise ObjectExistsError(
+                f"Can't write {self._target(path)}: it exists; choose another name or allow overwriting"
+            )
+        only = buffers[0] if len(buffers) == 1 else None
+        return self._put(path, only if isinstance(only, bytes) else b"".join(buffers))
+
+    def _put(self, path: str, content: bytes) -> ObjectInfo:
+        def attempt(fs: AbstractFileSystem, name: str) -> ObjectInfo:
+            whole_put = overrides(type(fs), "pipe_file") or overrides(type(fs), "_pipe_file")
+            if self._traits.publishing is not Publishing.MOVE and whole_put:
+                fs.pipe_file(name, content)
+                return self._published(fs, name, path, len(content))
+            writing = _Writing(self, path, len(content))
+            file = writing.open(fs, name)
+            try:
+                for view in slices_of([content]):
+                    write_all(file, view)
+                file.close()
+                return writing.publish(fs)
+            except BaseException:
+                with contextlib.suppress(Exception):  # the failure itself is on its way
+                    writing.drop_file(file)
+                writing.discard()
+                raise
+
+        return self._run("write", path, attempt)
+
+    def open_sink(self, path: str, size_bytes: int) -> Sink:
+        """Start an object: into memory, whole, or as a stream of parts."""
+        self._check_writable("write", path)
+        parts = parts_of(self._target(path), size_bytes, self._transfer.part_bytes)
+        if self._traits.publishing is Publishing.MEMORY:
+            return self._run("write", path, lambda fs, name: self._memory_sink(fs, name, path, parts))
+        if len(parts.ranges) == 1:
+            return WholeSink(parts, lambda content: self._put(path, content))
+        writing = _Writing(self, path, size_bytes)
+        return StreamSink(
+            parts,
+            open_file=lambda: self._run("write", path, writing.open),
+            guard=lambda: self._translated("write", path),
+            publish=lambda: self._run("write", path, lambda fs, _name: writing.publish(fs)),
+            drop_file=writing.drop_file,
+            discard=writing.discard,
+        )
+
+    def _memory_sink(self, fs: AbstractFileSystem, name: str, path: str, parts: PartLedger) -> Sink:
+        from fsspec.implementations.memory import MemoryFile
+
+        if name in fs.pseudo_dirs:
+            raise IsADirectoryError(f"{path!r} is a directory")
+        # Bytes that nobody else refers to are taken over as the buffer, and fresh pages are not touched twice.
+        return MemorySink(parts, lambda size: MemoryFile(fs, name, bytes(size)), lambda: self.head(path))
+
+    def _published(self, fs: AbstractFileSystem, name: str, path: str, size_bytes: int) -> ObjectInfo:
+        """Describe an object that was just written, or remove it when it is not what was sent."""
+        found = self._head(fs, name, path=path)
+        if found.size_bytes != size_bytes:
+            with contextlib.suppress(Exception):  # the wrong size is what the caller must hear of
+                fs.rm_file(name)
+            raise TransferSizeError(
+                f"Can't write {self._target(path)}: {size_bytes} bytes were sent and {found.size_bytes} are stored; "
+                "check the endpoint's checksum settings"
+            )
+        return found
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete objects, a request each, several in flight on a remote store."""
+        names = list(paths)
+        for path in names:
+            self._check_writable("delete", path)
+        if len(names) < 2 or self._traits.serial or not self._traits.remote:
+            for path in names:
+                self._delete(path)
+        else:
+            with ThreadPoolExecutor(min(_DELETE_THREADS, len(names)), "dcpfs-delete") as pool:
+                for done in [pool.submit(self._delete, path) for path in names]:
+                    done.result()
+        if self._traits.publishing is Publishing.MOVE:
+            self._prune({path.rpartition("/")[0] for path in names})
+
+    def _delete(self, path: str) -> None:
+        with contextlib.suppress(ObjectNotFoundError):
+            self._run("delete", path, self._remove)
+
+    def _remove(self, fs: AbstractFileSystem, name: str) -> None:
+        if self._traits.publishing is Publishing.MOVE:
+            fs.invalidate_cache()
+            if fs.info(name).get("type") == "directory":
+                # Where there are directories, removing one by name can take all that is in it.
+                return
+        fs.rm_file(name)
+
+    def _prune(self, directories: set[str]) -> None:
+        """Remove directories that hold nothing any more: on an object store they would not be there either."""
+        opened, _ = self._filesystem()
+        for deepest in sorted(directories, key=len, reverse=True):
+            directory = deepest
+            while directory:
+                name = self._name(opened, directory)
+                self._made.discard(name)
+                try:
+                    with self._turn():
+                        opened.filesystem.rmdir(name)
+                except Exception:  # noqa: BLE001 - it holds something, somebody was faster, or it can't be done
+                    break
+                directory = directory.rpartition("/")[0]
+
+    def close(self) -> None:
+        """Let the filesystem go. Idempotent."""
+        self._closed.set()
+        self._opened = None
+
+    # -- one attempt after another
+
+    def _run(self, verb: str, path: str, action: Callable[[AbstractFileSystem, str], _T]) -> _T:
+        """Run an action on the filesystem and the full name of a path, under the retry policy."""
+        check_name(path)
+        generation = 0
+
+        def attempt() -> _T:
+            nonlocal generation
+            opened, generation = self._filesystem()
+            with self._turn():
+                return action(opened.filesystem, self._name(opened, path))
+
+        return self._policy.run(
+            attempt,
+            verb=verb,
+            target=self._target(path),
+            refresh=lambda: self._renew(generation),
+            scrub=self._location.scrub,
+        )
+
+    @contextlib.contextmanager
+    def _translated(self, verb: str, path: str) -> Iterator[None]:
+        """For a call that can't be repeated."""
+        try:
+            with self._turn():
+                yield
+        except DcpfsError:
+            raise
+        except Exception as error:  # noqa: BLE001 - raised again as what it means
+            self._raise(error, verb, path)
+
+    def _raise(self, error: Exception, verb: str, path: str) -> NoReturn:
+        failure = classify(error, verb=verb, target=self._target(path), scrub=self._location.scrub)
+        raise failure.error from failure.error.__cause__
+
+    def _turn(self) -> contextlib.AbstractContextManager[object]:
+        return self._serial if self._traits.serial else contextlib.nullcontext()
+
+    def _filesystem(self) -> tuple[OpenFilesystem, int]:
+        """The filesystem of this process, and which one after how many renewals it is."""
+        pid = os.getpid()
+        if self._pid != pid:
+            # A lock that was held as the process forked stays held in the child, and sockets are the parent's.
+            self._opening, self._serial, self._opened, self._pid = threading.Lock(), threading.RLock(), None, pid
+        opened = self._opened
+        if opened is not None:
+            return opened, self._generation
+        with self._opening:
+            if self._closed.is_set():
+                raise StorageError(f"Can't use {self._location}: this store was closed")
+            if self._opened is None:
+                self._opened = open_filesystem(self._location)
+            return self._opened, self._generation
+
+    def _renew(self, generation: int) -> None:
+        """Let go of the filesystem whose credentials expired, unless another thread was faster."""
+        with self._opening:
+            if generation == self._generation:
+                self._generation += 1
+                self._opened = None
+
+    def _name(self, opened: OpenFilesystem, path: str) -> str:
+        if not path:
+            return opened.root
+        if self._plain.scheme in _WEB:
+            return self._plain.join(path).path
+        return f"{opened.root}/{path}" if opened.root else path
+
+    def _target(self, path: str) -> str:
+        return self._location.join(path).redacted if path else self._location.redacted
+
+    def _check_writable(self, verb: str, path: str) -> None:
+        if self._traits.publishing is Publishing.NEVER:
+            raise UnsupportedOperationError(
+                f"Can't {verb} {self._target(path)}: {self._location.scheme}:// is read-only here; "
+                "save to a store that can be written"
+            )
+
+
+class _Writing:
+    """One object on its way: where its bytes go and how they get under its name."""
+
+    def __init__(self, store: FsspecStore, path: str, size_bytes: int) -> None:
+        self._store = store
+        self._path = path
+        self._size_bytes = size_bytes
+        self._moves = store._traits.publishing is Publishing.MOVE
+        self._fs: AbstractFileSystem | None = None
+        self._name = ""
+        self._own_name = ""
+
+    def open(self, fs: AbstractFileSystem, name: str) -> FileWriter:
+        """Open the file object; in a directory tree, make the directories first."""
+        self._fs, self._name = fs, name
+        self._own_name = temporary_name(name) if self._moves else name
+        if self._moves:
+            directory = name.rpartition("/")[0]
+            if directory and directory not in self._store._made:
+                self._make(fs, directory)
+            try:
+                return cast("FileWriter", fs.open(self._own_name, "wb"))
+            except FileNotFoundError:
+                # Somebody removed the directory since, because it was empty.
+                self._make(fs, directory)
+        return cast("FileWriter", fs.open(self._own_name, "wb"))
+
+    def _make(self, fs: AbstractFileSystem, directory: str) -> None:
+        with contextlib.suppress(FileExistsError):
+            fs.makedirs(directory, exist_ok=True)
+        self._store._made.add(directory)
+
+    def publish(self, fs: AbstractFileSystem) -> ObjectInfo:
+        """After the close: check the size, and move the file to its name."""
+        found = self._store._published(fs, self._own_name, self._path, self._size_bytes)
+        if self._moves:
+            move_file(fs, self._own_name, self._name)
+        return found
+
+    def drop_file(self, file: FileWriter) -> None:
+        """Get rid of the file object: under a temporary name it may be closed."""
+        if self._moves:
+            file.close()
+        else:
+            discard_file(file)
+
+    def discard(self) -> None:
+        """Remove a file with a temporary name."""
+        if self._moves and self._fs is not None:
+            with contextlib.suppress(Exception), self._store._turn():
+                # Nothing may be there, and what failed before is what the caller must hear of.
+                self._fs.rm_file(self._own_name)

@@ -1,0 +1,134 @@
+"""Calls of an fsspec filesystem that take a name as it is, and what they answer.
+
+Problem: the calls that fsspec is known for expand ``*``, ``?`` and ``[`` in names, ``find`` and ``walk``
+leave out what they could not list, a file object for reading fetches megabytes ahead of a small range, and
+each filesystem has its own words for an object's version and age.
+
+Way taken: `list_directory` lists one directory and raises what goes wrong; `move_file` uses a filesystem's
+own move, or else one copy and one removal; `open_unbuffered` and `fill` read a range and no more;
+`object_info` reads the words.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
+
+from dcpfs.errors import UnsupportedOperationError
+from dcpfs.storage.filesystems import overrides
+from dcpfs.storage.fsspec_sink import is_temporary
+from dcpfs.storage.store import ObjectInfo
+from dcpfs.storage.translate import Fault, fault_of
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+__all__ = ["Readable", "fill", "list_directory", "move_file", "object_info", "open_unbuffered"]
+
+
+def list_directory(fs: AbstractFileSystem, name: str) -> Sequence[tuple[str, Mapping[str, object]]]:
+    """Name and details of what is right in a directory; nothing when there is none."""
+    fs.invalidate_cache()
+    try:
+        found = fs.ls(name, detail=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    entries = []
+    for details in found:
+        full = str(details["name"]).rstrip("/")
+        last = full.rpartition("/")[2]
+        # A directory may list its own placeholder, and a file is listed as itself.
+        if last and full.strip("/") != name.strip("/") and not is_temporary(last):
+            entries.append((last, details))
+    own = name.rstrip("/").rpartition("/")[2]
+    if len(entries) == 1 and entries[0][0] == own and fs.info(name).get("type") != "directory":
+        # Some list a file as if it were a directory that holds it.
+        return []
+    return entries
+
+
+def move_file(fs: AbstractFileSystem, source: str, target: str) -> None:
+    """Move a file, literally, over an old one."""
+    for name in ("mv_file", "mv"):
+        if overrides(type(fs), name) or overrides(type(fs), f"_{name}"):
+            move = getattr(fs, name)
+            try:
+                move(source, target)
+            except Exception as error:
+                if fault_of(error) is not Fault.EXISTS:
+                    raise
+                # A filesystem whose move replaces nothing.
+                fs.rm_file(target)
+                move(source, target)
+            return
+    fs.cp_file(source, target)
+    fs.rm_file(source)
+
+
+class Readable(Protocol):
+    """What is used of a file object that is read."""
+
+    def seek(self, position: int, /) -> object:
+        """Go to a byte."""
+        ...
+
+    def read(self, size_bytes: int, /) -> bytes:
+        """Up to so many bytes from here on."""
+        ...
+
+    def close(self) -> None:
+        """Let it go."""
+        ...
+
+
+def open_unbuffered(fs: AbstractFileSystem, name: str) -> Readable:
+    """A file object that fetches what is asked for and nothing ahead."""
+    from fsspec.caching import BaseCache
+    from fsspec.spec import AbstractBufferedFile
+
+    file = fs.open(name, "rb")
+    if isinstance(file, AbstractBufferedFile):
+        file.cache = BaseCache(file.blocksize, file._fetch_range, file.size)
+    return cast("Readable", file)
+
+
+def fill(file: Readable, view: memoryview) -> int:
+    """Read until the view is full or the file ends; return the bytes read."""
+    filled = 0
+    while filled < len(view):
+        readinto = getattr(file, "readinto", None)
+        if readinto is not None:
+            count = readinto(view[filled:]) or 0
+        else:
+            content = file.read(len(view) - filled)
+            count = len(content)
+            view[filled : filled + count] = content
+        if not count:
+            break
+        filled += count
+    return filled
+
+
+def object_info(path: str, details: Mapping[str, object]) -> ObjectInfo:
+    """What a filesystem's details of an object say."""
+    size = details.get("size")
+    if not isinstance(size, int):
+        raise UnsupportedOperationError(f"Can't describe {path!r}: the store does not say how large it is")
+    etag = next((details[name] for name in ("ETag", "etag", "md5Hash", "content_md5") if details.get(name)), None)
+    return ObjectInfo(path, size, str(etag) if etag else None, _modified_seconds(details))
+
+
+def _modified_seconds(details: Mapping[str, object]) -> float | None:
+    for name in ("LastModified", "last_modified", "mtime", "modified", "updated", "modify", "created"):
+        value = details.get(name)
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            try:
+                value = dt.datetime.fromisoformat(value.replace("Z", "+00:00"))
+            except ValueError:
+                continue
+        if isinstance(value, dt.datetime):
+            return (value if value.tzinfo else value.replace(tzinfo=dt.timezone.utc)).timestamp()
+    return None

@@ -1,0 +1,327 @@
+"""The S3 client of s3fs, with its event loop, its options and its life in one place.
+
+Problem: who may read a bucket, where it is and how it is addressed is a world of its own: keys, profiles, roles,
+SSO, instance credentials that renew themselves, endpoint rules, path or host style, server-side encryption. s3fs
+and botocore know it, and users have configured it there. But s3fs instances are cached with their old tokens, list
+from caches, retry on their own, and break in a forked child.
+
+Way taken: one client, built by s3fs from the options an s3fs user gives and never shared, on fsspec's event loop.
+Its operations are called directly, each once: retries belong to `dcpfs.storage.retrying`. A client whose
+credentials expired is replaced as a whole. In a forked child everything is built anew, since neither the loop's
+thread nor the sockets exist there.
+
+Flow: `S3Session.call` for what is small; `S3Session.client` for `dcpfs.storage.s3_signing`, and
+`S3Session.pool` for `dcpfs.storage.s3_transfer`, which move what is large.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import re
+import ssl
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from dcpfs.config import RetryConfig
+from dcpfs.errors import ConfigError
+from dcpfs.storage.location import Location
+from dcpfs.storage.s3_http import HttpPool, Proxy
+from dcpfs.storage.s3_redirects import refuse_other_domains, without_redirects
+
+__all__ = ["S3Client", "S3Session", "run_on_loop", "split_bucket"]
+
+T = TypeVar("T")
+
+_BUCKET_ARN = re.compile(
+    r"(arn:aws[^:/]*:s3-outposts:[^:/]*:\d{12}:outpost[/:][^/:]+[/:](?:bucket|accesspoint)[/:][^/:]+"
+    r"|arn:aws[^:/]*:s3(?:-object-lambda)?:[^:/]*:\d{12}:accesspoint[/:][^/]+)(?:/(.*))?$",
+    re.DOTALL,
+)
+
+
+def split_bucket(path: str) -> tuple[str, str]:
+    """Split ``bucket/key`` literally; the bucket can be the ARN of an access point."""
+    match = _BUCKET_ARN.match(path)
+    if match:
+        return match.group(1), match.group(2) or ""
+    bucket, _, key = path.partition("/")
+    return bucket, key
+
+
+@dataclass(slots=True)
+class S3Client:
+    """One client and what belongs to it. A new one is made after a fork and when credentials expire.
+
+    Attributes:
+        client: The aiobotocore client.
+        loop: Where its coroutines run.
+        pid: The process in which it works.
+        pool: Blocking connections with the same time-outs, trust and proxies.
+        filesystem: The s3fs filesystem that made the client; as long as it lives, the client does.
+    """
+
+    client: Any
+    loop: asyncio.AbstractEventLoop
+    pid: int
+    pool: HttpPool
+    filesystem: Any
+
+
+class S3Session:
+    """An S3 client for the bucket of a location. Thread-safe; usable again in a forked child.
+
+    Args:
+        location: An ``s3://`` URL with the options of s3fs.
+        retry: Its time-outs are the client's, where the user's ``config_kwargs`` set none.
+        connections: Requests in flight that the client must bear.
+    """
+
+    def __init__(self, location: Location, retry: RetryConfig, connections: int) -> None:
+        self.bucket, self.prefix = split_bucket(location.path)
+        self._location = location
+        self._retry = retry
+        self._connections = connections
+        self._current: S3Client | None = None
+        self._generation = 0
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._retired: list[S3Client] = []
+        self._closed = False
+
+    # -- calls
+
+    @property
+    def generation(self) -> int:
+        """Changes when signatures made so far should not be used any more."""
+        return self._generation
+
+    @property
+    def client(self) -> S3Client:
+        """The client of this process, made on first use."""
+        return self._open()
+
+    @property
+    def pool(self) -> HttpPool:
+        """The connections over which signed requests go."""
+        return self._open().pool
+
+    @property
+    def config(self) -> Any:
+        """Botocore's merged configuration of the client."""
+        return self._open().client.meta.config
+
+    def call(self, operation: str, **parameters: object) -> dict[str, object]:
+        """Run one operation of the client, e.g. ``head_object``, once.
+
+        The bucket and the user's ``s3_additional_kwargs`` that the operation knows are added.
+
+        Raises:
+            botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError: As botocore raises them.
+        """
+        current = self._open()
+        arguments = self.arguments(operation, parameters)
+
+        async def run() -> dict[str, object]:
+            return cast("dict[str, object]", await getattr(current.client, operation)(**arguments))
+
+        return run_on_loop(current.loop, run())
+
+    def call_each(
+        self, operation: str, each: Sequence[Mapping[str, object]], *, concurrency: int
+    ) -> list[BaseException | None]:
+        """Run one operation many times, some at once; returns the exception or None of each."""
+        current = self._open()
+        arguments = [self.arguments(operation, parameters) for parameters in each]
+
+        async def run() -> list[BaseException | None]:
+            gate = asyncio.Semaphore(concurrency)
+
+            async def one(argument: dict[str, object]) -> None:
+                async with gate:
+                    await getattr(current.client, operation)(**argument)
+
+            done = await asyncio.gather(*map(one, arguments), return_exceptions=True)
+            return [result if isinstance(result, BaseException) else None for result in done]
+
+        return run_on_loop(current.loop, run())
+
+    def refresh(self, generation: int) -> None:
+        """Replace the client, looking credentials up anew, unless someone did since ``generation``."""
+        with self._lock:
+            if self._current is not None and self._generation == generation:
+                # Others may be in mid-call with it: it is closed at the end, and its idle connections now.
+                self._current.pool.close()
+                self._retired.append(self._current)
+                self._current = None
+                self._generation += 1
+
+    def outdate(self) -> None:
+        """Have all requests signed anew, e.g. because the bucket turned out to be in another region."""
+        with self._lock:
+            self._generation += 1
+
+    def close(self) -> None:
+        """Close all connections. Idempotent."""
+        with self._lock:
+            self._closed = True
+            stale, self._retired = self._retired, []
+            if self._current is not None:
+                stale.append(self._current)
+                self._current = None
+        for client in stale:
+            _dispose(client)
+
+    # -- the client
+
+    def arguments(self, operation: str, parameters: Mapping[str, object]) -> dict[str, object]:
+        """Add the bucket, and those of the user's ``s3_additional_kwargs`` that the operation takes."""
+        options = self._location.storage_options
+        extra = dict(cast("Mapping[str, object]", options.get("s3_additional_kwargs") or {}))
+        if options.get("requester_pays"):
+            extra["RequestPayer"] = "requester"
+        known = _input_members(self._open().client, operation)
+        arguments = {name: value for name, value in extra.items() if name in known}
+        arguments.update(parameters)
+        arguments["Bucket"] = self.bucket
+        return arguments
+
+    def _open(self) -> S3Client:
+        with self._lock if self._pid == os.getpid() else self._after_fork():
+            if self._closed:
+                raise ConfigError(f"The store of {self._location} is closed; open a new one")
+            if self._current is None:
+                self._current = self._build()
+            return self._current
+
+    def _after_fork(self) -> threading.Lock:
+        """Start over in a forked child: the lock, the loop and the sockets belong to the parent."""
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._generation += 1
+        if self._current is not None:
+            # Kept, since its finalizer would wait for a loop that has no thread here.
+            self._retired.append(self._current)
+            self._current = None
+        return self._lock
+
+    def _build(self) -> S3Client:
+        from s3fs import S3FileSystem
+
+        options = self._location.storage_options
+        # These would change whose loop it runs on, or what it remembers; a store depends on neither.
+        for name in ("asynchronous", "loop", "skip_instance_cache", "use_listings_cache"):
+            options.pop(name, None)
+        options["config_kwargs"] = self._config_defaults(
+            cast("Mapping[str, object]", options.get("config_kwargs") or {})
+        )
+        options["default_cache_type"] = "none"
+        filesystem = S3FileSystem(skip_instance_cache=True, use_listings_cache=False, **options)
+        loop = cast("asyncio.AbstractEventLoop", filesystem.loop)
+
+        async def connect() -> Any:
+            await filesystem.set_session()
+            return await filesystem.get_s3(self.bucket)
+
+        client = run_on_loop(loop, connect())
+        # First in line, before a handler that takes the request for itself.
+        client.meta.events.register_first("before-send.s3", refuse_other_domains(client.meta.endpoint_url))
+        return S3Client(client, loop, os.getpid(), self._pool(client, filesystem), filesystem)
+
+    def _config_defaults(self, given: Mapping[str, object]) -> dict[str, object]:
+        from aiobotocore.config import AioConfig
+        from aiobotocore.httpsession import AIOHTTPSession
+
+        settings: dict[str, object] = {
+            "connect_timeout": self._retry.connect_timeout_seconds,
+            "read_timeout": self._retry.read_timeout_seconds,
+            "max_pool_connections": self._connections,
+            # Stores other than AWS know no checksum trailers; sizes are checked after every upload instead.
+            "request_checksum_calculation": "when_required",
+            "response_checksum_validation": "when_required",
+            **given,
+            # One retry policy, that of dcpfs.
+            "retries": {"total_max_attempts": 1, "mode": "standard"},
+        }
+        if "http_session_cls" in inspect.signature(AioConfig).parameters:
+            session_class = settings.get("http_session_cls", AIOHTTPSession)
+            settings["http_session_cls"] = without_redirects(session_class)
+        s3 = cast("Mapping[str, object]", given.get("s3") or {})
+        settings["s3"] = {"payload_signing_enabled": False, **s3}
+        return settings
+
+    def _pool(self, client: Any, filesystem: Any) -> HttpPool:
+        from botocore.httpsession import ProxyConfiguration, create_urllib3_context, get_cert_path
+        from botocore.utils import get_environ_proxies
+
+        config = client.meta.config
+        verify = cast("Mapping[str, object]", filesystem.client_kwargs).get("verify")
+        if verify is None:
+            verify = filesystem.session.get_config_variable("ca_bundle")
+        if verify is None:
+            verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
+
+        def make_ssl_context() -> ssl.SSLContext:
+            given = (config.connector_args or {}).get("ssl_context")
+            if given is not None:
+                return cast("ssl.SSLContext", given)
+            context = cast("ssl.SSLContext", create_urllib3_context())
+            if verify:
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.check_hostname = True
+                context.load_verify_locations(get_cert_path(verify))
+            else:
+                context.check_hostname = False
+                context.verify_mode = ssl.CERT_NONE
+            certificate = config.client_cert
+            if isinstance(certificate, str):
+                context.load_cert_chain(certificate)
+            elif certificate:
+                context.load_cert_chain(*certificate)
+            context.set_alpn_protocols(["http/1.1"])
+            return context
+
+        def find_proxy(url: str) -> Proxy | None:
+            proxies = config.proxies if config.proxies is not None else get_environ_proxies(url)
+            found = ProxyConfiguration(proxies=proxies, proxies_settings=config.proxies_config)
+            proxy_url = found.proxy_url_for(url)
+            if not proxy_url:
+                return None
+            return Proxy(proxy_url, dict(found.proxy_headers_for(proxy_url)))
+
+        return HttpPool(
+            connect_timeout_seconds=float(config.connect_timeout),
+            read_timeout_seconds=float(config.read_timeout),
+            make_ssl_context=make_ssl_context,
+            find_proxy=find_proxy,
+        )
+
+
+def _input_members(client: Any, operation: str) -> frozenset[str]:
+    name = client.meta.method_to_api_mapping[operation]
+    shape = client.meta.service_model.operation_model(name).input_shape
+    return frozenset(shape.members)
+
+
+def run_on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, T]) -> T:
+    """Run a coroutine on fsspec's loop from another thread."""
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def _dispose(stale: S3Client) -> None:
+    stale.pool.close()
+    if stale.pid != os.getpid() or not stale.loop.is_running():
+        return
+
+    async def close() -> None:
+        await stale.client.close()
+
+    run_on_loop(stale.loop, close())

@@ -1,0 +1,50 @@
+"""Servers that the tests share. Each starts when first asked for, once a process, and ends with it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from dcpfs.storage.location import Location
+from dcpfs.testing.scripted_s3 import ScriptedS3Server
+from dcpfs.testing.servers import RcloneServer, SeaweedServer
+from dcpfs.testing.tls import TlsAuthority
+
+
+@pytest.fixture(scope="session")
+def seaweed() -> Iterator[SeaweedServer]:
+    with SeaweedServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rclone_s3() -> Iterator[RcloneServer]:
+    with RcloneServer() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_prefix(seaweed: SeaweedServer) -> Location:
+    """A prefix on SeaweedFS that nobody has used, with the options to reach it."""
+    return Location(seaweed.url(f"test-{uuid.uuid4().hex}"), seaweed.storage_options)
+
+
+@pytest.fixture
+def rclone_prefix(rclone_s3: RcloneServer) -> Location:
+    """A prefix on rclone's S3 server that nobody has used, with the options to reach it."""
+    return Location(rclone_s3.url(f"test-{uuid.uuid4().hex}"), rclone_s3.storage_options)
+
+
+@pytest.fixture
+def scripted_s3() -> Iterator[ScriptedS3Server]:
+    """A fresh scripted S3 server."""
+    with ScriptedS3Server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tls_authority(tmp_path_factory: pytest.TempPathFactory) -> TlsAuthority:
+    """Signs the certificate of every TLS server of the tests."""
+    return TlsAuthority(tmp_path_factory.mktemp("authority"))

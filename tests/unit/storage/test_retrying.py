@@ -1,0 +1,175 @@
+"""One retry policy: what is tried again, how long, and what it says in the end. Nothing here really waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcpfs.config import RetryConfig
+from dcpfs.errors import CredentialsError, ObjectNotFoundError, StorageError, StorageTimeoutError
+from dcpfs.storage.retrying import RetryPolicy
+from dcpfs.storage.translate import ResponseError
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sleeps: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.now += seconds
+
+
+def policy(clock: Clock, **limits: float) -> RetryPolicy:
+    return RetryPolicy(RetryConfig.model_validate(limits), sleep=clock.sleep, clock=clock)
+
+
+def failing(times: int, error: Callable[[], Exception]) -> Callable[[], int]:
+    calls = 0
+
+    def operation() -> int:
+        nonlocal calls
+        calls += 1
+        if calls <= times:
+            raise error()
+        return calls
+
+    return operation
+
+
+def slow_down() -> Exception:
+    return ResponseError(503, "SlowDown", "busy")
+
+
+def test_a_transient_failure_is_tried_again_until_it_succeeds() -> None:
+    clock = Clock()
+    assert policy(clock).run(failing(4, slow_down), verb="read", target="s3://b/x") == 5
+    assert len(clock.sleeps) == 4
+    assert all(0 <= wait <= 0.25 * 2**index for index, wait in enumerate(clock.sleeps))
+
+
+def test_a_permanent_failure_passes_at_once() -> None:
+    clock = Clock()
+    with pytest.raises(ObjectNotFoundError, match=r"^Can't read s3://b/x: NoSuchKey \(HTTP 404\)$"):
+        policy(clock).run(failing(9, lambda: ResponseError(404, "NoSuchKey")), verb="read", target="s3://b/x")
+    assert clock.sleeps == []
+
+
+def test_the_last_error_names_verb_target_attempts_seconds_cause_and_remedy() -> None:
+    clock = Clock()
+    with pytest.raises(StorageError) as caught:
+        policy(clock, attempts=3).run(failing(9, slow_down), verb="write", target="s3://b/x")
+    assert str(caught.value).startswith("Can't write s3://b/x: SlowDown (HTTP 503): busy; lower")
+    assert f"(3 attempts in {clock.now:.1f} s)" in str(caught.value)
+    assert isinstance(caught.value.__cause__, ResponseError)
+
+
+def test_case_82_slow_down_is_borne_for_minutes_not_seconds() -> None:
+    clock = Clock()
+    with pytest.raises(StorageTimeoutError, match=r"attempts in \d+\.\d s"):
+        policy(clock, attempts=100).run(failing(1000, slow_down), verb="write", target="s3://b/x")
+    assert 200 < clock.now < 300
+    assert max(clock.sleeps) <= 20
+    assert len({round(wait, 6) for wait in clock.sleeps}) > len(clock.sleeps) // 2, "waits are jittered"
+
+
+@given(attempts=st.integers(1, 20), deadline_seconds=st.floats(0.01, 1000), asked=st.none() | st.floats(0, 100))
+def test_limits_hold_for_every_setting(attempts: int, deadline_seconds: float, asked: float | None) -> None:
+    clock = Clock()
+    made = 0
+
+    def operation() -> None:
+        nonlocal made
+        made += 1
+        raise ResponseError(503, retry_after=asked)
+
+    limits = {"attempts": attempts, "deadline_seconds": deadline_seconds}
+    with pytest.raises(StorageError):
+        policy(clock, **limits).run(operation, verb="read", target="t")
+    assert made <= attempts
+    assert clock.now < deadline_seconds
+    assert all(wait >= (asked or 0) for wait in clock.sleeps)
+
+
+def test_case_81_expired_credentials_are_renewed_once() -> None:
+    clock = Clock()
+    renewed: list[int] = []
+    operation = failing(1, lambda: ResponseError(400, "ExpiredToken"))
+    assert policy(clock).run(operation, verb="read", target="t", refresh=lambda: renewed.append(1)) == 2
+    assert renewed == [1]
+    assert clock.sleeps == []
+    with pytest.raises(CredentialsError, match=r"could not be renewed \(2 attempts"):
+        policy(clock).run(
+            failing(9, lambda: ResponseError(400, "ExpiredToken")),
+            verb="read",
+            target="t",
+            refresh=lambda: renewed.append(2),
+        )
+    assert renewed == [1, 2]
+
+
+def test_expired_credentials_that_nobody_can_renew_fail_at_once() -> None:
+    with pytest.raises(CredentialsError):
+        policy(Clock()).run(failing(1, lambda: ResponseError(403, "ExpiredToken")), verb="read", target="t")
+
+
+def test_a_cancelled_transfer_stops_waiting() -> None:
+    cancelled = threading.Event()
+    calls: list[int] = []
+
+    def operation() -> None:
+        calls.append(1)
+        raise slow_down()
+
+    def sleep(_seconds: float) -> None:
+        cancelled.set()
+
+    with pytest.raises(StorageError, match="1 attempt in"):
+        RetryPolicy(cancelled=cancelled, sleep=sleep).run(operation, verb="write", target="t")
+    with pytest.raises(StorageError, match="1 attempt in"):
+        RetryPolicy(cancelled=cancelled).run(operation, verb="write", target="t")
+    assert len(calls) == 2
+
+
+def test_a_wait_ends_when_another_thread_cancels() -> None:
+    cancelled = threading.Event()
+    policy = RetryPolicy(RetryConfig(initial_backoff_seconds=600, max_backoff_seconds=600), cancelled=cancelled)
+    failed = threading.Event()
+
+    def operation() -> None:
+        failed.set()
+        raise ResponseError(503, retry_after=200)
+
+    def cancel() -> None:
+        failed.wait()
+        cancelled.set()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    with pytest.raises(StorageError):
+        policy.run(operation, verb="write", target="t")
+    thread.join()
+
+
+def test_every_retry_is_logged_and_late_ones_as_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "dcpfs.storage.retrying")
+    policy(Clock()).run(failing(4, slow_down), verb="read", target="s3://b/x")
+    assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG", "WARNING", "WARNING"]
+    assert "attempt 3 of 10 failed" in caplog.records[2].getMessage()
+
+
+def test_memory_errors_and_interrupts_pass_untouched() -> None:
+    for error in (MemoryError, KeyboardInterrupt):
+        with pytest.raises(error):
+            policy(Clock()).run(failing(1, error), verb="read", target="t")  # type: ignore[arg-type] # an interrupt is no Exception
