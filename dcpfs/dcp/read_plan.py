@@ -24,7 +24,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
+
+from typing_extensions import NamedTuple  # Python 3.10's can't be generic
 
 __all__ = [
     "Block",
