@@ -52,12 +52,7 @@ _BUCKETS = frozenset(
 _HOSTS = frozenset({"arrow_hdfs", "ftp", "ftps", "hdfs", "sftp", "smb", "ssh", "webhdfs"})
 """Schemes whose authority is a machine; a store sees the path below it."""
 _WEB = frozenset({"http", "https"})
-_ENDS = (
-    _BUCKETS
-    | _HOSTS
-    | _WEB
-    | {"data", "file", "local", "memory", "hf", "gdrive", "dropbox", "webdav", "webdavs"}
-)
+_ENDS = _BUCKETS | _HOSTS | _WEB | {"data", "file", "local", "memory", "hf", "gdrive", "dropbox", "webdav", "webdavs"}
 """Schemes that stand at the end of a chain: whatever follows is a name."""
 _ARCHIVES = frozenset({"libarchive", "reference", "tar", "zip"})
 """Wrappers with names of their own: a child of ``zip::X`` is in the archive, that of ``simplecache::X`` in
@@ -105,9 +100,7 @@ class Location:
     _target: int
     _url: str
 
-    def __init__(
-        self, url: str | os.PathLike[str], storage_options: Mapping[str, object] | None = None
-    ) -> None:
+    def __init__(self, url: str | os.PathLike[str], storage_options: Mapping[str, object] | None = None) -> None:
         self._set(_normalize(_text(url)), _copy_options(storage_options))
 
     def _set(self, components: tuple[str, ...], options: dict[str, object]) -> None:
@@ -170,9 +163,7 @@ class Location:
         components = list(self._components)
         link = components[self._target]
         if self._target < len(components) - 1 and "::" in name:
-            raise ConfigError(
-                f"Can't name a child of {self._redacted} with '::' in it: that separates chained URLs"
-            )
+            raise ConfigError(f"Can't name a child of {self._redacted} with '::' in it: that separates chained URLs")
         components[self._target] = _join(link, name)
         child = object.__new__(Location)
         child._set(tuple(components), self._options)
@@ -221,9 +212,7 @@ def check_name(name: str) -> str:
         ConfigError: It is absolute, or has an empty, ``.`` or ``..`` segment or a NUL.
     """
     if name and (name[0] == "/" or "\0" in name or any(part in ("", ".", "..") for part in name.split("/"))):
-        raise ConfigError(
-            f"Name {name!r} is not allowed: it must be relative, without empty, '.' or '..' segments"
-        )
+        raise ConfigError(f"Name {name!r} is not allowed: it must be relative, without empty, '.' or '..' segments")
     return name
 
 
@@ -284,8 +273,7 @@ def _text(url: str | os.PathLike[str]) -> str:
 def _normalize(text: str) -> tuple[str, ...]:
     links = _split(text)
     return tuple(
-        _normalize_link(link, bare=len(links) > 1 and index < len(links) - 1)
-        for index, link in enumerate(links)
+        _normalize_link(link, bare=len(links) > 1 and index < len(links) - 1) for index, link in enumerate(links)
     )
 
 
@@ -385,11 +373,7 @@ def _join(link: str, name: str) -> str:
     if match.group(1) in _WEB:
         address, query = _split_query(rest)
         return f"{head}{address.rstrip('/')}/{quote(name, safe='/')}{query}"
-    return (
-        f"{head}{rest.rstrip('/')}/{name}"
-        if rest.rstrip("/") or match.group(1) in _HOSTS
-        else f"{head}{name}"
-    )
+    return f"{head}{rest.rstrip('/')}/{name}" if rest.rstrip("/") or match.group(1) in _HOSTS else f"{head}{name}"
 
 
 def _copy_options(options: Mapping[str, object] | None) -> dict[str, object]:

@@ -41,7 +41,16 @@ from dcpfs.errors import (
 )
 from dcpfs.storage.location import redact_text
 
-__all__ = ["Classified", "FailedAttempt", "FailureKind", "Fault", "ResponseError", "classify", "classify_fault", "fault_of"]
+__all__ = [
+    "Classified",
+    "FailedAttempt",
+    "FailureKind",
+    "Fault",
+    "ResponseError",
+    "classify",
+    "classify_fault",
+    "fault_of",
+]
 
 _TEXT_LIMIT = 300
 

@@ -96,9 +96,7 @@ class DummyObjectStore(AsyncFileSystem):  # type: ignore[misc] # fsspec has no t
             raise FileNotFoundError(path)
         return list(found.values()) if detail else list(found)
 
-    async def _cat_file(
-        self, path: str, start: int | None = None, end: int | None = None, **_: object
-    ) -> bytes:
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
         self.calls.append("cat_file")
         answer = self.answers.pop(0) if self.answers else None
         if answer is not None:

@@ -33,9 +33,7 @@ class TestMemory(_Generic):
         yield from _opened(request.param.format(uuid.uuid4().hex))
 
 
-@pytest.mark.parametrize(
-    "store", ["dummyobj://bucket/{}", "dummytree:///{}", "dir::dummytree:///{}"], indirect=True
-)
+@pytest.mark.parametrize("store", ["dummyobj://bucket/{}", "dummytree:///{}", "dir::dummytree:///{}"], indirect=True)
 class TestUnlisted(_Generic):
     shared_between_processes = False
 

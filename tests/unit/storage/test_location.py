@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from dcpfs.errors import ConfigError
 from dcpfs.storage.location import Location, check_name, redact_text
 
-NAMES = st.text(
-    st.characters(exclude_categories=["Cs"], exclude_characters="\0/"), min_size=1, max_size=12
-).filter(lambda name: name not in (".", ".."))
+NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0/"), min_size=1, max_size=12).filter(
+    lambda name: name not in (".", "..")
+)
 PLAIN_BASES = [
     "s3://bucket",
     "s3://bucket/a b/x?y#z",
