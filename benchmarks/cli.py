@@ -1,0 +1,86 @@
+"""The command line: ``python -m benchmarks [CASE]...``."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.cases import CASES
+from benchmarks.contenders import contenders_for
+from benchmarks.figures import Figure, Missing
+from benchmarks.manifest import take
+from benchmarks.place import open_place
+from benchmarks.report import markdown
+from benchmarks.runner import Plan, Runner, order
+from benchmarks.settings import Setting
+from benchmarks.workloads import ANCHOR_BYTES
+
+__all__ = ["app"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_BASELINES = {
+    Setting.FAST: "s3torchconnector",
+    Setting.S3LIKE: "s3torchconnector",
+    Setting.TMPFS: "torch-4",
+    Setting.DISK: "torch-4",
+    Setting.MEMORY: "torch-fsspec",
+}
+
+
+@app.command()
+def run(
+    cases: Annotated[list[str] | None, typer.Argument(help=f"Cases; all when none: {', '.join(CASES)}.")] = None,
+    setting: Annotated[list[Setting] | None, typer.Option(help="Where; can be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Contender, or module:attribute; can be repeated.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="Contender that ratios are to.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Fresh processes of each contender.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed calls in each process; tables show the last.")] = 2,
+    size_gb: Annotated[
+        float, typer.Option(help="Size of the Llama-shaped state; small tensors scale with it.")
+    ] = ANCHOR_BYTES / 1e9,
+    disk_directory: Annotated[Path | None, typer.Option(help="Where the disk setting writes.")] = None,
+    timeout_seconds: Annotated[float, typer.Option(help="Longest time of one process.")] = 900.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write every figure as a JSON line.")] = None,
+    markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Write the tables.")] = None,
+) -> None:
+    """Measure dcpfs against its peers and the floor of the machine."""
+    try:
+        names = order(cases or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    plans = tuple(
+        Plan(
+            setting=each,
+            cases=names,
+            contenders=tuple(only or contenders_for(each)),
+            size_bytes=round(size_gb * 1e9),
+            repetitions=repetitions,
+            rounds=rounds,
+            timeout_seconds=timeout_seconds,
+        )
+        for each in setting or [Setting.FAST]
+    )
+    manifest = take(plans)
+    results: list[Figure | Missing] = []
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(json_path.open("w")) if json_path else None
+        if stream is not None:
+            stream.write(manifest.model_dump_json() + "\n")
+        for plan in plans:
+            with open_place(plan.setting, disk_directory, plan.size_bytes) as place:
+                for result in Runner(plan, place, lambda text: typer.echo(text, err=True)).run():
+                    results.append(result)
+                    if stream is not None:
+                        stream.write(result.model_dump_json() + "\n")
+                        stream.flush()
+    chosen = {each: baseline or name for each, name in _BASELINES.items()}
+    text = markdown(manifest, results, chosen)
+    typer.echo(text)
+    if markdown_path is not None:
+        markdown_path.write_text(text)
+    if any(isinstance(result, Missing) and result.kind == "failed" for result in results):
+        raise typer.Exit(1)

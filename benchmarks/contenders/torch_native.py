@@ -1,0 +1,67 @@
+"""torch's own storage classes: local files with one and four writer threads, and any fsspec filesystem.
+
+``sync_files`` is off for fsspec: the classes would call ``os.sync()`` after each remote file, which flushes
+nothing of theirs and waits for everybody else's. Local files keep torch's default, an fsync, as dcpfs has by
+default.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from benchmarks.contenders import Layout, Scope
+from benchmarks.settings import Target
+from benchmarks.workloads import State
+
+__all__ = ["TorchFourThreads", "TorchFsspec", "TorchOneThread"]
+
+
+class TorchOneThread:
+    """``FileSystemWriter`` as it comes, and ``FileSystemReader``, which has no threads to set."""
+
+    layout = Layout.DCP
+    sharding = True
+    threads = 1
+
+    def available(self) -> str | None:
+        """Always: it is part of torch."""
+        return None
+
+    def save(self, state: State, target: Target) -> None:
+        """Save."""
+        save(state, storage_writer=FileSystemWriter(target.path, thread_count=self.threads))
+
+    def load(self, template: State, target: Target, scope: Scope) -> None:
+        """Load."""
+        del scope
+        load(template, storage_reader=FileSystemReader(target.path))
+
+
+class TorchFourThreads(TorchOneThread):
+    """The same with four writer threads (and so four files)."""
+
+    threads = 4
+
+
+class TorchFsspec:
+    """``FsspecWriter`` and ``FsspecReader``."""
+
+    layout = Layout.DCP
+    sharding = True
+
+    def available(self) -> str | None:
+        """Always: torch and fsspec are there."""
+        return None
+
+    def save(self, state: State, target: Target) -> None:
+        """Save."""
+        writer = FsspecWriter(target.url, sync_files=False, **target.storage_options())  # type: ignore[arg-type] # options are what the scheme takes
+        save(state, storage_writer=writer)
+
+    def load(self, template: State, target: Target, scope: Scope) -> None:
+        """Load."""
+        del scope
+        load(template, storage_reader=FsspecReader(target.url, **target.storage_options()))

@@ -1,0 +1,80 @@
+"""What one call costs this process: time, CPU, and memory beyond what it held before.
+
+Problem: a process's peak counts its imports and its state; ``getrusage`` cannot forget an old peak.
+
+Way taken: Linux resets ``VmHWM`` when ``5`` is written to ``/proc/self/clear_refs``. Freed memory is given
+back to the kernel before, so that a buffer of the last round neither hides in the baseline nor is found there
+for free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from typing_extensions import Self
+
+__all__ = ["Cost", "Meter"]
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Cost of one call.
+
+    Attributes:
+        began_seconds: Monotonic clock of the machine, comparable between its processes.
+        ended_seconds: The same.
+        cpu_seconds: User and system time of all threads of this process.
+        peak_extra_bytes: Peak of resident memory above that at the start; None where it can't be measured.
+    """
+
+    began_seconds: float
+    ended_seconds: float
+    cpu_seconds: float
+    peak_extra_bytes: int | None
+
+
+class Meter:
+    """Context manager around the call; `cost` is there afterwards."""
+
+    cost: Cost
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        _trim()
+        self._resident_bytes = _reset_peak()
+        self._cpu_seconds = time.process_time()
+        self._began_seconds = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ended_seconds, cpu_seconds = time.monotonic(), time.process_time()
+        peak = None if self._resident_bytes is None else max(0, _status("VmHWM") - self._resident_bytes)
+        self.cost = Cost(self._began_seconds, ended_seconds, cpu_seconds - self._cpu_seconds, peak)
+
+
+def _reset_peak() -> int | None:
+    try:
+        _CLEAR_REFS.write_text("5")
+        return _status("VmRSS")
+    except OSError:
+        return None
+
+
+def _status(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{_STATUS} has no {name}")
+
+
+def _trim() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
