@@ -30,14 +30,14 @@ import pathlib
 import re
 import sys
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from dcpfs.errors import UntrustedDataError
 
-__all__ = ["ALLOWLIST", "Global", "Resolver", "resolve_value"]
+__all__ = ["ALLOWLIST", "Global", "Resolver", "check_hashable", "resolve_value"]
 
 
 class Global(NamedTuple):
@@ -66,6 +66,32 @@ def _refuse(what: str) -> UntrustedDataError:
     return UntrustedDataError(f"reading a pickle of a checkpoint: {what}, which no save writes; refused")
 
 
+_MOST_PARTS = 10_000
+
+
+def check_hashable(keys: Iterable[object]) -> None:
+    """Refuse tuples that are nested so deeply or widely that hashing them exhausts the stack, which ends the process.
+
+    Raises:
+        UntrustedDataError: One is.
+    """
+    for key in keys:
+        if type(key) is not tuple:
+            continue
+        level: list[object] = [key]
+        seen = 0
+        for _ in range(_DEEPEST_KEY):
+            level = [part for item in level if type(item) is tuple for part in item]
+            seen += len(level)
+            if not level or seen > _MOST_PARTS:
+                break
+        if level:
+            raise _refuse("a key of deeply nested tuples")
+
+
+_DEEPEST_KEY = 100
+
+
 # --- builtins and standard library --------------------------------------------------------------------------------
 
 
@@ -73,6 +99,7 @@ def _make_set(kind: type) -> Callable[..., object]:
     def make(items: object = ()) -> object:
         if type(items) not in (list, tuple, set, frozenset):
             raise _refuse(f"{kind.__name__}() of {type(items).__name__}")
+        check_hashable(cast("Iterable[object]", items))
         return kind(items)
 
     return make
@@ -119,6 +146,8 @@ def _make_deque(items: object = (), longest: object = None) -> object:
 def _make_ordered_dict(items: object = ()) -> object:
     if type(items) not in (list, tuple, dict):
         raise _refuse(f"OrderedDict() of {type(items).__name__}")
+    if type(items) is not dict:
+        check_hashable(pair[0] for pair in cast("Iterable[Sequence[object]]", items))
     return collections.OrderedDict(items)  # type: ignore[call-overload]  # checked above
 
 
@@ -204,6 +233,7 @@ def _checked(kind: Callable[..., object], *types: tuple[type | None, ...]) -> Ca
 
 
 _INT = (int,)
+_LIMIT = (int, None)
 _ZONE = (dt.timezone, None)
 _TEXT = (bytes, str)
 
@@ -215,7 +245,7 @@ def _standard() -> dict[tuple[str, str], Global]:
         ("builtins", "bytes"): Global(bytes, _make_bytes),
         ("builtins", "bytearray"): Global(bytearray, _make_bytearray),
         ("builtins", "complex"): Global(complex, _checked(complex, (float, int), (float, int))),
-        ("builtins", "slice"): Global(slice, slice),
+        ("builtins", "slice"): Global(slice, _checked(slice, _LIMIT, _LIMIT, _LIMIT)),
         ("builtins", "range"): Global(range, _checked(range, _INT, _INT, _INT)),
         ("_codecs", "encode"): Global(_encode_text, _encode_text),
         ("collections", "OrderedDict"): Global(
@@ -292,7 +322,7 @@ def _resolve_torch(module: str, name: str) -> Global | None:
 
 def _resolve_torch_enum(module: str, name: str) -> Global | None:
     if module not in sys.modules:
-        if not module.startswith(_ENUM_MODULES) or "_internal" in module:
+        if not module.startswith(_ENUM_MODULES) or "_internal" in module or "__main__" in module:
             return None
         try:
             importlib.import_module(module)
@@ -306,6 +336,7 @@ def _resolve_torch_enum(module: str, name: str) -> Global | None:
     def make(value: object) -> object:
         if type(value) not in (int, str, float, bool, tuple, type(None)):
             raise _refuse(f"the enum {name} of {type(value).__name__}")
+        check_hashable((value,))
         return members(value)
 
     return Global(kind, make)
@@ -319,7 +350,7 @@ def _resolve_user_global(module: str, name: str) -> Global | None:
         if isinstance(registered, tuple):
             value, registered_name = registered
         else:
-            registered_name = f"{registered.__module__}.{registered.__qualname__}"
+            registered_name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
         if registered_name == full_name:
             kind = value if isinstance(value, type) else None
             new = functools.partial(kind.__new__, kind) if kind is not None else None

@@ -1,8 +1,8 @@
 """The numpy part of the allow-list.
 
 Problem: numpy's own ``__setstate__`` trusts its input: an object array with too short a list, or a dtype state whose
-fields don't fit, is read past its end in C. And the names moved: ``numpy.core`` became ``numpy._core`` in 2.0, so a
-checkpoint of one is refused under the other.
+parts contradict each other, makes C code read past its end. And the names moved: ``numpy.core`` became
+``numpy._core`` in 2.0, so a checkpoint of one is refused under the other.
 
 Way taken: both names map to the same entries, sizes are checked before numpy sees them, and only plain dtypes (no
 fields, no subarrays, no metadata) get a state.
@@ -116,35 +116,37 @@ def _make_dtype(code: object, align: object = False, _copy: object = True) -> ob
 
 
 def _fill_dtype(instance: Any, state: object) -> None:
+    """Set byte order and, for dates, the unit: all that the state of a plain dtype adds to its code.
+
+    numpy crashes on states that contradict themselves, so it gets the dtype's own state with these two replaced.
+    """
+    own = instance.__reduce__()[2]
     if (
         type(state) is not tuple
-        or len(state) not in (8, 9)
-        or state[1] not in ("<", ">", "|", "=")
-        or any(part is not None for part in state[2:5])
-        or not all(type(number) is int for number in (state[0], *state[5:8]))
+        or len(state) != len(own)
+        or any(type(number) is not int for number in (state[0], *state[5:8]))
+        or (state[0], *state[2:8]) != (own[0], *own[2:8])
     ):
-        raise _refuse("a numpy dtype with fields, a subarray or metadata")
-    if len(state) == 9:
-        # Dates carry their unit as (metadata, (unit, count, 1, 1)).
-        _check_unit(state[8])
-    # The flags say whether an item is a pointer: never take them from a file.
-    if (
-        state[5] not in (-1, instance.itemsize)
-        or state[6] not in (-1, instance.alignment)
-        or state[7] != instance.flags
-    ):
-        raise _refuse("a numpy dtype whose state differs from its code's")
-    instance.__setstate__(state)
+        raise _refuse("a numpy dtype with fields, a subarray or another state than its code's")
+    if type(state[1]) is not str or state[1] not in ("<", ">", "|", "="):
+        raise _refuse("a numpy dtype with an unknown byte order")
+    order = own[1] if own[1] == "|" or state[1] == "|" else state[1]
+    rest = own[8:] if len(own) == 8 else (_check_unit(state[8]),)
+    instance.__setstate__((own[0], order, *own[2:8], *rest))
 
 
-def _check_unit(part: object) -> None:
-    if (
-        type(part) is not tuple
-        or len(part) != 2
-        or part[0] not in (None, {})
-        or type(part[1]) is not tuple
-        or len(part[1]) != 4
-        or type(part[1][0]) not in (bytes, str)
-        or not all(type(number) is int and 0 < number < 1 << 31 for number in part[1][1:])
-    ):
+_UNITS = frozenset(b"Y M W D h m s ms us ns ps fs as generic".split())
+
+
+def _check_unit(part: object) -> tuple[object, ...]:
+    if type(part) is not tuple or len(part) != 2 or part[0] not in (None, {}) or type(part[1]) is not tuple:
         raise _refuse("a numpy dtype with metadata")
+    unit = part[1]
+    if (
+        len(unit) != 4
+        or type(unit[0]) is not bytes
+        or unit[0] not in _UNITS
+        or not all(type(number) is int and 0 < number < 1 << 31 for number in unit[1:])
+    ):
+        raise _refuse("a numpy date with an unknown unit")
+    return ({}, unit)

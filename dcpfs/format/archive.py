@@ -48,7 +48,8 @@ _HAS_DESCRIPTOR = 0x0008
 
 def local_header(name: bytes, cursor: int, size_bytes: int) -> bytes:
     """Local header of a record that starts at ``cursor``, padded so that its data starts on a 64-byte border."""
-    zip64 = _zip64_field(size_bytes, cursor)
+    # The packed size is not known yet when torch writes this header, and stays 0.
+    zip64 = _zip64_field(size_bytes, 0, cursor)
     start = cursor + _LOCAL.size + len(name) + len(zip64) + 4
     padding = -start % ALIGNMENT
     flags = _UTF8 | _HAS_DESCRIPTOR if size_bytes else _UTF8
@@ -65,10 +66,10 @@ def local_header(name: bytes, cursor: int, size_bytes: int) -> bytes:
     )
 
 
-def _zip64_field(size_bytes: int, offset: int) -> bytes:
+def _zip64_field(size_bytes: int, packed_bytes: int, offset: int) -> bytes:
     fields = b""
     if size_bytes >= LIMIT32:
-        fields = struct.pack("<QQ", size_bytes, size_bytes)
+        fields = struct.pack("<QQ", size_bytes, packed_bytes)
     if offset >= LIMIT32:
         fields += struct.pack("<Q", offset)
     return struct.pack("<HH", 1, len(fields)) + fields if fields else b""
@@ -83,7 +84,7 @@ def data_descriptor(crc: int, size_bytes: int, offset: int) -> bytes:
 
 def central_header(name: bytes, crc: int, size_bytes: int, offset: int) -> bytes:
     """The directory's line for a record that starts at ``offset``."""
-    zip64 = _zip64_field(size_bytes, offset)
+    zip64 = _zip64_field(size_bytes, size_bytes, offset)
     flags = _UTF8 | _HAS_DESCRIPTOR if size_bytes else _UTF8
     size32 = min(size_bytes, LIMIT32)
     return (
@@ -160,8 +161,8 @@ class Record(NamedTuple):
 
     Attributes:
         start: Where its data starts, relative to the archive.
-        size_bytes: Length of its data; -1: not known from the front.
-        crc32: CRC-32 of its data as the archive states it; -1: not known from the front.
+        size_bytes: Length of its data; -1: not known from the front, or the data is compressed or encrypted.
+        crc32: CRC-32 of its data as the archive states it; -1 likewise.
     """
 
     start: int
@@ -199,19 +200,18 @@ def read_directory(archive: memoryview) -> dict[str, Record]:
             position = extra_start + extra_bytes + comment_bytes
             if header[0] != 0x02014B50 or position > total:
                 raise ArchiveError("its directory is damaged")
-            if method != 0 or flags & 1:
-                raise ArchiveError("its records are compressed or encrypted")
+            stored = method == 0 and not flags & 1
             size_bytes, packed, offset = _apply_zip64(
                 archive[extra_start : extra_start + extra_bytes], size_bytes, packed, offset
             )
             local = _LOCAL.unpack_from(archive, offset)
             start = offset + _LOCAL.size + local[9] + local[10]
-            if local[0] != 0x04034B50 or packed != size_bytes or start + size_bytes > total:
+            if local[0] != 0x04034B50 or start + packed > total or (stored and packed != size_bytes):
                 raise ArchiveError("its directory does not fit its records")
             name = bytes(archive[name_start:extra_start]).decode("utf-8", "replace")
             if name in records:
                 raise ArchiveError("it has two records of one name")
-            records[name] = Record(start, size_bytes, crc)
+            records[name] = Record(start, size_bytes, crc) if stored else Record(start, -1, -1)
     except (struct.error, OverflowError) as error:
         raise ArchiveError("it is cut short") from error
     return records

@@ -83,7 +83,7 @@ class MetadataExtras(NamedTuple):
 class IndexBlock(NamedTuple):
     """What the block holds."""
 
-    index: CheckpointIndex
+    contents: CheckpointIndex
     extras: MetadataExtras
 
 
@@ -136,7 +136,7 @@ def split_index(data: bytes | memoryview, *, where: str) -> IndexBlock | None:
 def is_cut_short(data: bytes | memoryview, pickle_bytes: int) -> bool:
     """Behind a pickle of that length stands the start of an index, though there is no trailer."""
     rest = bytes(data[pickle_bytes : pickle_bytes + len(_START)])
-    return bool(rest) and _START.startswith(rest)
+    return bool(rest) and _START.startswith(rest) and bytes(data[-len(_MAGIC) :]) != _MAGIC
 
 
 def _damaged(where: str, reason: str) -> CorruptCheckpointError:
@@ -153,11 +153,13 @@ def _compress(text: bytes) -> bytes:
 
 
 def _decompress(packed: memoryview) -> bytes:
+    engine: Any
     try:
-        from isal import isal_zlib as codec
+        from isal import isal_zlib
     except ImportError:
-        codec = zlib
-    engine = codec.decompressobj()
+        engine = zlib.decompressobj()
+    else:
+        engine = isal_zlib.decompressobj()
     text: bytes = engine.decompress(packed, _LARGEST_BYTES)
     if not engine.eof:
         raise ValueError("the compressed index does not end")
@@ -168,7 +170,7 @@ def _decompress(packed: memoryview) -> bytes:
 
 
 def _encode_columns(block: IndexBlock) -> dict[str, object]:
-    index = block.index
+    index = block.contents
     types: dict[torch.dtype, int] = {}
     files: dict[str, int] = {}
     transforms: dict[tuple[str, ...], int] = {(): 0}
@@ -397,12 +399,15 @@ def _check_payload(location: EntryLocation, dtype: torch.dtype, sizes: tuple[int
 
 
 def check_chunks(key: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Sequence[ChunkRecord]) -> None:
-    """Refuse chunks that leave the tensor or exceed their entries. They may leave gaps or overlap: see `check_coverage`.
+    """Refuse chunks that leave the tensor or exceed their entries. They may leave gaps: see `check_coverage`.
 
     Raises:
         CorruptCheckpointError: They do.
     """
     for offsets, sizes, location in chunks:
+        if sizes == shape and not any(offsets) and len(offsets) == len(shape):
+            _check_payload(location, dtype, sizes, key)
+            continue
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise CorruptCheckpointError(f"a chunk of {key!r} has another rank than its tensor")
         if any(offset + size > extent for offset, size, extent in zip(offsets, sizes, shape, strict=True)):

@@ -32,7 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcpfs.config import Trust
-from dcpfs.errors import CorruptCheckpointError, IncompleteCheckpointError
+from dcpfs.errors import CorruptCheckpointError, IncompleteCheckpointError, UntrustedDataError
+from dcpfs.format.collector import paused_collector
 from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, TensorRecord
 from dcpfs.format.index_block import (
     IndexBlock,
@@ -49,6 +50,7 @@ from dcpfs.format.names import check_relative_name
 
 __all__ = [
     "check_coverage",
+    "decode_both",
     "decode_index",
     "decode_metadata",
     "encode_metadata",
@@ -64,14 +66,19 @@ def encode_metadata(metadata: Metadata, *, structure: object = None, save_id: st
     """The whole ``.metadata`` file.
 
     Args:
-        metadata: As torch's planner made it; ``storage_data`` maps `MetadataIndex` to `EntryLocation`, or to torch's storage
-            records, which may carry ``payload_offset_bytes`` and ``crc32`` as attributes. Not changed.
+        metadata: As torch's planner made it; ``storage_data`` maps `MetadataIndex` to `EntryLocation`, or to torch's
+            storage records, which may carry ``payload_offset_bytes`` and ``crc32`` as attributes. Not changed.
         structure: JSON value that describes the containers of the state (`dcpfs.dcp.flatten`).
         save_id: Id of the save.
 
     Raises:
         IncompleteCheckpointError: A record of the metadata has no entry in ``storage_data``.
     """
+    with paused_collector():
+        return _encode(metadata, structure, save_id)
+
+
+def _encode(metadata: Metadata, structure: object, save_id: str | None) -> bytes:
     locations = {index: _locate(info) for index, info in (metadata.storage_data or {}).items()}
     try:
         records = _make_records(metadata.state_dict_metadata, locations)
@@ -97,28 +104,42 @@ def decode_index(
         UntrustedDataError: A class is not on the allow-list, or a name leaves the checkpoint.
     """
     where = _where(url)
-    block = split_index(data, where=where)
-    if block is not None:
-        return block.index
-    return index_metadata(_load_pickle(data, trust, where), url=url)
+    with paused_collector():
+        block = split_index(data, where=where)
+        if block is not None:
+            return block.contents
+        return index_metadata(_load_pickle(data, trust, where), url=url)
 
 
-def decode_metadata(
+def decode_both(
     data: bytes | memoryview, *, trust: Trust = Trust.ALLOWLIST, url: str = "the checkpoint"
-) -> Metadata:
-    """torch's own metadata object from ``.metadata``, whoever wrote it. Checked as `decode_index` checks it.
+) -> tuple[CheckpointIndex, Metadata]:
+    """`decode_index` and `decode_metadata` in one pass over the file.
 
     Raises:
         CorruptCheckpointError: The bytes are damaged or contradict themselves.
         UntrustedDataError: A class is not on the allow-list, or a name leaves the checkpoint.
     """
     where = _where(url)
-    block = split_index(data, where=where)
-    if block is not None and block.extras.complete:
-        return metadata_from_index(block.index, block.extras)
-    metadata = _load_pickle(data, trust, where)
-    index_metadata(metadata, url=url)
-    return metadata
+    with paused_collector():
+        block = split_index(data, where=where)
+        if block is not None and block.extras.complete:
+            return block.contents, metadata_from_index(block.contents, block.extras)
+        metadata = _load_pickle(data, trust, where)
+        index = index_metadata(metadata, url=url)
+        return index if block is None else block.contents, metadata
+
+
+def decode_metadata(
+    data: bytes | memoryview, *, trust: Trust = Trust.ALLOWLIST, url: str = "the checkpoint"
+) -> Metadata:
+    """Torch's own metadata object from ``.metadata``, whoever wrote it. Checked as `decode_index` checks it.
+
+    Raises:
+        CorruptCheckpointError: The bytes are damaged or contradict themselves.
+        UntrustedDataError: A class is not on the allow-list, or a name leaves the checkpoint.
+    """
+    return decode_both(data, trust=trust, url=url)[1]
 
 
 def index_metadata(metadata: Metadata, *, url: str = "the checkpoint") -> CheckpointIndex:
@@ -140,7 +161,10 @@ def index_metadata(metadata: Metadata, *, url: str = "the checkpoint") -> Checkp
         raise CorruptCheckpointError(
             f"reading {where}: the metadata is damaged: {error.message}", file=".metadata", key=error.key
         ) from error
-    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+    except UntrustedDataError:
+        raise
+    except Exception as error:
+        # Attributes that are missing or of another kind, in more ways than can be listed.
         raise CorruptCheckpointError(
             f"reading {where}: the metadata is damaged ({type(error).__name__}: {str(error)[:200]})", file=".metadata"
         ) from error
@@ -193,17 +217,18 @@ def check_coverage(index: CheckpointIndex, *, url: str = "the checkpoint") -> No
     for key, record in index.records.items():
         if isinstance(record, TensorRecord):
             held = sum(math.prod(chunk.sizes) for chunk in record.chunks)
-            if held < math.prod(record.shape):
+            elements = math.prod(record.shape)
+            if held < elements:
                 raise CorruptCheckpointError(
-                    f"reading {_where(url)}: the metadata lists {held} of {math.prod(record.shape)} elements of {key!r}; "
-                    f"a part of the checkpoint is missing",
+                    f"reading {_where(url)}: the metadata lists {held} of {elements} elements of {key!r}; a part of the "
+                    f"checkpoint is missing",
                     file=".metadata",
                     key=key,
                 )
 
 
 def metadata_from_index(index: CheckpointIndex, extras: MetadataExtras | None = None) -> Metadata:
-    """torch's metadata object for an index, for planners that want one."""
+    """Torch's metadata object for an index, for planners that want one."""
     if extras is None:
         extras = MetadataExtras(has_paths=bool(index.paths), save_id=index.save_id, modules=())
     choices = [
@@ -309,13 +334,14 @@ def _make_records(
             raise CorruptCheckpointError("an entry has no key")
         by_chunk[index.fqn, index.offset] = location
     records: dict[str, TensorRecord | BytesRecord] = {}
+    checked: dict[torch.Size, tuple[int, ...]] = {}
     for key, record in state.items():
         if type(key) is not str:
             raise CorruptCheckpointError("a key is not a string")
         if type(record) is BytesStorageMetadata:
             records[key] = BytesRecord(_find(by_chunk, key, None))
         elif type(record) is TensorStorageMetadata:
-            records[key] = _make_tensor_record(key, record, by_chunk)
+            records[key] = _make_tensor_record(key, record, by_chunk, checked)
         else:
             raise CorruptCheckpointError(f"{key!r} is described by a {type(record).__qualname__}", key=key)
     return records
@@ -329,38 +355,48 @@ def _find(by_chunk: Mapping[tuple[str, object], EntryLocation], key: str, offset
 
 
 def _make_tensor_record(
-    key: str, record: TensorStorageMetadata, by_chunk: Mapping[tuple[str, object], EntryLocation]
+    key: str,
+    record: TensorStorageMetadata,
+    by_chunk: Mapping[tuple[str, object], EntryLocation],
+    checked: dict[torch.Size, tuple[int, ...]],
 ) -> TensorRecord:
     dtype = record.properties.dtype
-    shape = _sizes(key, record.size)
+    shape = _sizes(key, record.size, checked)
     if type(dtype) is not torch.dtype or type(record.chunks) is not list:
         raise CorruptCheckpointError(f"the record of {key!r} is malformed", key=key)
     chunks = []
     for chunk in record.chunks:
-        offsets, sizes = _sizes(key, chunk.offsets), _sizes(key, chunk.sizes)
+        offsets, sizes = _sizes(key, chunk.offsets, checked), _sizes(key, chunk.sizes, checked)
         chunks.append(ChunkRecord(offsets, sizes, _find(by_chunk, key, offsets)))
     distinct = _distinct(chunks) if len(chunks) > 1 else tuple(chunks)
     check_chunks(key, dtype, shape, distinct)
     return TensorRecord(dtype, shape, distinct)
 
 
-def _sizes(key: str, sizes: object) -> tuple[int, ...]:
-    if not isinstance(sizes, torch.Size):
+def _sizes(key: str, sizes: object, checked: dict[torch.Size, tuple[int, ...]]) -> tuple[int, ...]:
+    if type(sizes) is not torch.Size:
         raise CorruptCheckpointError(f"the sizes of {key!r} are no sizes", key=key)
+    known = checked.get(sizes)
+    if known is not None:
+        return known
     plain = tuple(sizes)
     for number in plain:
         if type(number) is not int or not 0 <= number <= _LARGEST_NUMBER:
             raise CorruptCheckpointError(f"the sizes of {key!r} are no sensible numbers", key=key)
+    checked[sizes] = plain
     return plain
 
 
 def _distinct(chunks: Sequence[ChunkRecord]) -> tuple[ChunkRecord, ...]:
     """Each hyper-rectangle once, the first time it is listed."""
-    return tuple({(chunk.offsets, chunk.sizes): chunk for chunk in reversed(chunks)}.values())[::-1]
+    known: dict[tuple[tuple[int, ...], tuple[int, ...]], ChunkRecord] = {}
+    for chunk in chunks:
+        known.setdefault((chunk.offsets, chunk.sizes), chunk)
+    return tuple(known.values())
 
 
 def _is_paths(planner_data: object) -> bool:
-    """torch's planner data: key to path."""
+    """Torch's planner data: key to path."""
     return type(planner_data) is dict and all(
         type(key) is str and type(path) is tuple and all(type(part) in (str, int) for part in path)
         for key, path in planner_data.items()

@@ -34,6 +34,19 @@ def _fill_with(*names: str) -> Callable[[Any, object], None]:
     return fill
 
 
+def _fill_index(instance: metadata.MetadataIndex, state: object) -> None:
+    # It is a key and gets hashed as soon as it stands there.
+    if (
+        type(state) is not dict
+        or not {"fqn", "offset", "index"}.issuperset(state)
+        or type(state.get("fqn")) is not str
+        or type(state.get("offset")) not in (torch.Size, type(None))
+        or type(state.get("index")) not in (int, type(None))
+    ):
+        raise UntrustedDataError("a state of MetadataIndex is malformed")
+    instance.__dict__.update(state)
+
+
 def _fill_nothing(instance: object, state: object) -> None:
     if state not in (None, {}):
         raise UntrustedDataError(f"a state of {type(instance).__qualname__} has attributes that it does not have")
@@ -47,7 +60,7 @@ def _fill_properties(instance: metadata.TensorProperties, state: object) -> None
         or not all(isinstance(value, kind) for value, kind in zip(state, kinds, strict=True))
     ):
         raise UntrustedDataError("a state of TensorProperties is malformed")
-    instance.__setstate__(state)
+    instance.__setstate__(state)  # type: ignore[no-untyped-call]  # torch has no annotation there
 
 
 def _dataclass(kind: Any, *names: str) -> Global:
@@ -60,7 +73,9 @@ _CLASSES = {
     (_METADATA, "Metadata"): _dataclass(
         metadata.Metadata, "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"
     ),
-    (_METADATA, "MetadataIndex"): _dataclass(metadata.MetadataIndex, "fqn", "offset", "index"),
+    (_METADATA, "MetadataIndex"): Global(
+        metadata.MetadataIndex, None, lambda: metadata.MetadataIndex.__new__(metadata.MetadataIndex), _fill_index
+    ),
     (_METADATA, "TensorStorageMetadata"): _dataclass(metadata.TensorStorageMetadata, "properties", "size", "chunks"),
     (_METADATA, "BytesStorageMetadata"): _dataclass(metadata.BytesStorageMetadata),
     (_METADATA, "ChunkStorageMetadata"): _dataclass(metadata.ChunkStorageMetadata, "offsets", "sizes"),
@@ -71,9 +86,7 @@ _CLASSES = {
         lambda: metadata.TensorProperties.__new__(metadata.TensorProperties),
         _fill_properties,
     ),
-    (_METADATA, "_MEM_FORMAT_ENCODING"): Global(
-        metadata._MEM_FORMAT_ENCODING, lambda value: metadata._MEM_FORMAT_ENCODING(value)
-    ),
+    (_METADATA, "_MEM_FORMAT_ENCODING"): Global(metadata._MEM_FORMAT_ENCODING, metadata._MEM_FORMAT_ENCODING),
     (_FILESYSTEM, "_StorageInfo"): _dataclass(
         filesystem._StorageInfo, "relative_path", "offset", "length", "transform_descriptors"
     ),

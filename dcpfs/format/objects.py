@@ -31,6 +31,10 @@ from dcpfs.format.unpickling import SafeUnpickler
 __all__ = ["check_storable_object", "decode_object", "decode_tensor_entry", "encode_object"]
 
 
+_PLAIN = (int, float, bool, str, bytes, complex, type(None))
+"""Types whose values always load."""
+
+
 def encode_object(value: object, *, key: str = "", trust: Trust = Trust.ALLOWLIST) -> bytes:
     """Encode a value as torch's planner does, refusing what a default load would refuse.
 
@@ -51,7 +55,7 @@ def encode_object(value: object, *, key: str = "", trust: Trust = Trust.ALLOWLIS
             f"plain data instead"
         ) from error
     data = buffer.getvalue()
-    if trust is Trust.ALLOWLIST:
+    if trust is Trust.ALLOWLIST and type(value) not in _PLAIN:
         check_storable_object(data, key)
     return data
 
@@ -138,9 +142,9 @@ def _load_with_torch(view: memoryview, trust: Trust, what: str, key: str) -> Any
     try:
         return torch.load(io.BytesIO(view), map_location="cpu", weights_only=trust is not Trust.PICKLE)
     except pickle.UnpicklingError as error:
-        text = str(error)
-        if trust is not Trust.PICKLE and ("Unsupported global" in text or "weights_only" in text):
-            reason = text.partition("WeightsUnpickler error: ")[2].partition("\n")[0] or "a class that torch refuses"
+        # torch has one error for what it refuses and for what it can't read; both are an error here.
+        reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
+        if reason.startswith(("Unsupported global", "Trying to", "Can only")):
             raise UntrustedDataError(
                 f"reading {what}: {reason[:300]}; pass trust='pickle' only if you trust everyone who can write this "
                 f"checkpoint"
@@ -180,6 +184,8 @@ class _Archive:
             raise _damaged(what, key, "it is no archive of torch.save")
         if "constants.pkl" in records:
             raise UntrustedDataError(f"reading {what}: it is a TorchScript program, not a value; refused")
+        if any(record.size_bytes < 0 for record in records.values()):
+            raise _damaged(what, key, "its records are compressed")
         # A writer that was told not to compute checksums leaves them at 0, that of the never empty pickle too.
         if records["data.pkl"].crc32 != 0:
             for name, record in records.items():

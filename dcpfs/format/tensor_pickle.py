@@ -69,6 +69,9 @@ def _pickle_pieces(dtype: torch.dtype) -> tuple[bytes, int, dict[int, bytes]]:
     return _PREFIX_TYPED % storage.encode("ascii"), 1, suffixes
 
 
+_UNTYPED = ("float8_", "float4_", "bits", "complex32", "uint16", "uint32", "uint64")
+"""Names of dtypes that torch.save is known to store untyped; of others it is asked once, which can make it warn."""
+
 _PREFIX_TYPED = (
     b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00((X\x07\x00\x00\x00storageq\x01ctorch\n%s\nq\x02"
     b"X\x01\x00\x00\x000q\x03X\x03\x00\x00\x00cpuq\x04"
@@ -113,6 +116,11 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _check_storable(dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    if name.startswith(_UNTYPED):
+        return
+    if name.startswith("q"):
+        raise UnsupportedValueError(f"framing a tensor of {dtype}: it is quantized and has scales beside its values")
     try:
         torch.save(torch.empty((0,), dtype=dtype), io.BytesIO())
     except Exception as error:

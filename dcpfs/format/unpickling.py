@@ -25,12 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from dcpfs.config import Trust
 from dcpfs.errors import CorruptCheckpointError, DcpfsError, UntrustedDataError
-from dcpfs.format.allowlist import ALLOWLIST, Global, Resolver
+from dcpfs.format.allowlist import ALLOWLIST, Global, Resolver, check_hashable
 
 __all__ = ["SafeUnpickler", "loads"]
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
+_COPIES = (bytes, bytearray, set, frozenset, dict, deque)
 
 _LOAD: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
 """The standard library's table of instructions; a private name that all Python versions have."""
@@ -51,6 +52,7 @@ class SafeUnpickler(pickle._Unpickler):
         stack: list[Any]
         append: Callable[[object], None]
         read: Callable[[int], bytes]
+        readline: Callable[[], bytes]
         pop_mark: Callable[[], list[Any]]
 
     def __init__(
@@ -68,6 +70,7 @@ class SafeUnpickler(pickle._Unpickler):
         self._resolve = resolve
         self._load_persistent = load_persistent
         self._globals: dict[int, Global] = {}
+        self._copied = 0
 
     def load(self) -> Any:
         """Decode the pickle.
@@ -121,10 +124,29 @@ class SafeUnpickler(pickle._Unpickler):
         found = self._globals.get(id(function))
         if found is None or found.value is not function or found.call is None or type(arguments) is not tuple:
             raise self._refused(f"a call of {_describe(function)}")
-        return found.call(*arguments)
+        made = found.call(*arguments)
+        if isinstance(made, _COPIES):
+            self._count_copied(len(made))
+        return made
+
+    def _count_copied(self, length: int) -> None:
+        """Bound what calls copy: a few bytes can name a long string again and again."""
+        self._copied += length
+        if self._copied > 8 * self._size_bytes + 4096:
+            raise self._refused("far more copies of its data than it has data")
 
     def _instantiate(self, klass: object, args: object) -> None:
         self.append(self._call(klass, tuple(args) if isinstance(args, list) else args))
+
+    def _read_line(self) -> str:
+        line = self.readline()
+        if line[-1:] != b"\n":
+            raise pickle.UnpicklingError("a name is cut short")
+        return line[:-1].decode("utf-8")
+
+    def _load_global(self) -> None:
+        module = self._read_line()
+        self.append(self.find_class(module, self._read_line()))
 
     def _load_reduce(self) -> None:
         arguments = self.stack.pop()
@@ -151,6 +173,8 @@ class SafeUnpickler(pickle._Unpickler):
         for base in kind.__mro__:
             found = self._globals.get(id(base))
             if found is not None and found.fill is not None and (base is kind or found.fills_subclasses):
+                if type(state) is tuple:
+                    self._count_copied(sum(len(part) for part in state if type(part) in (bytes, list)))
                 found.fill(instance, state)
                 return
         raise self._refused(f"a state for {_describe(kind)}")
@@ -164,6 +188,7 @@ class SafeUnpickler(pickle._Unpickler):
     def _load_setitem(self) -> None:
         value = self.stack.pop()
         key = self.stack.pop()
+        check_hashable((key,))
         self._target(_MAPPINGS)[key] = value
 
     def _load_setitems(self) -> None:
@@ -171,6 +196,7 @@ class SafeUnpickler(pickle._Unpickler):
         if len(items) % 2:
             raise pickle.UnpicklingError("odd number of items for SETITEMS")
         target = self._target(_MAPPINGS)
+        check_hashable(items[::2])
         for position in range(0, len(items), 2):
             target[items[position]] = items[position + 1]
 
@@ -184,7 +210,18 @@ class SafeUnpickler(pickle._Unpickler):
 
     def _load_additems(self) -> None:
         items = self.pop_mark()
+        check_hashable(items)
         self._target((set,)).update(items)
+
+    def _load_frozenset(self) -> None:
+        items = self.pop_mark()
+        check_hashable(items)
+        self.append(frozenset(items))
+
+    def _load_dict(self) -> None:
+        items = self.pop_mark()
+        check_hashable(items[::2])
+        self.append({items[position]: items[position + 1] for position in range(0, len(items), 2)})
 
     def _load_bytearray8(self) -> None:
         size_bytes = int.from_bytes(self.read(8), "little")
@@ -197,6 +234,7 @@ class SafeUnpickler(pickle._Unpickler):
 
     _LOAD.update(
         {
+            pickle.GLOBAL[0]: _load_global,
             pickle.REDUCE[0]: _load_reduce,
             pickle.NEWOBJ[0]: _load_newobj,
             pickle.NEWOBJ_EX[0]: _load_newobj_ex,
@@ -206,6 +244,8 @@ class SafeUnpickler(pickle._Unpickler):
             pickle.APPEND[0]: _load_append,
             pickle.APPENDS[0]: _load_appends,
             pickle.ADDITEMS[0]: _load_additems,
+            pickle.FROZENSET[0]: _load_frozenset,
+            pickle.DICT[0]: _load_dict,
             pickle.BYTEARRAY8[0]: _load_bytearray8,
             pickle.NEXT_BUFFER[0]: _load_buffer,
             pickle.READONLY_BUFFER[0]: _load_buffer,
