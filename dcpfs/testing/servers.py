@@ -231,7 +231,6 @@ class RcloneServer(S3Server):
             "s3",
             "--config=",
             "--addr=127.0.0.1:0",
-            "--dir-cache-time=0s",
             "--poll-interval=0",
             "--vfs-cache-mode=off",
             str(directory / "data"),
