@@ -144,6 +144,7 @@ def _run_rank(
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_seconds),
             )
+            dist.barrier()  # a rank that is done at once must not leave while another still connects to it
             function, args = pickle.loads(call)
             outcome = Outcome(rank, value=function(*args))
             payload = pickle.dumps(outcome)

@@ -199,7 +199,12 @@ def _save_rank_values(url: str, policy: str) -> list[str]:
 
     logging.getLogger("dcpfs.dcp.save_planner").addHandler(Keep())
     rank = dist.get_rank()
-    state = {"rng": torch.full((16,), rank, dtype=torch.uint8), "text": f"rank{rank}", "same": 1, "weight": torch.ones(4)}
+    state = {
+        "rng": torch.full((16,), rank, dtype=torch.uint8),
+        "text": f"rank{rank}",
+        "same": 1,
+        "weight": torch.ones(4),
+    }
     save(
         state,
         storage_writer=dcpfs.FsspecStorageWriter(url),
@@ -364,7 +369,11 @@ def _save_with_cached_plans(base: str, ours: bool) -> str:
         planner: Any = (
             dcpfs.SavePlanner(enable_plan_caching=True) if ours else DefaultSavePlanner(enable_plan_caching=True)
         )
-        state = {f"own{rank}": torch.full((50,), float(10 * step + rank)), "step": step, "shared": torch.full((3,), step)}
+        state = {
+            f"own{rank}": torch.full((50,), float(10 * step + rank)),
+            "step": step,
+            "shared": torch.full((3,), step),
+        }
         writer = dcpfs.FsspecStorageWriter(f"{base}/{step}")
         save(state, storage_writer=writer, planner=planner)
     state = {f"own{rank}": torch.full((50,), 7, dtype=torch.int32), "step": 9, "shared": torch.full((3,), 9)}
@@ -379,7 +388,12 @@ def _save_with_cached_plans(base: str, ours: bool) -> str:
 def test_cached_plans_never_mix_saves(tmp_path: Path, ours: bool) -> None:
     texts = run_ranks(_save_with_cached_plans, 2, str(tmp_path), ours)
     for step in range(3):
-        template = {"own0": torch.zeros(50), "own1": torch.zeros(50), "step": 0, "shared": torch.zeros(3, dtype=torch.int64)}
+        template = {
+            "own0": torch.zeros(50),
+            "own1": torch.zeros(50),
+            "step": 0,
+            "shared": torch.zeros(3, dtype=torch.int64),
+        }
         found = _read_with_torch(f"{tmp_path}/{step}", template)
         values = [found["own0"][0], found["own1"][0], found["step"], found["shared"][0]]
         assert values == [10 * step, 10 * step + 1, step, step]

@@ -112,7 +112,9 @@ def test_case_27_tied_weights_are_stored_under_both_names(tmp_path: Path) -> Non
 
 def test_large_entries_in_many_parts_and_files(tmp_path: Path) -> None:
     transfer = dcpfs.TransferConfig(budget_bytes=1 << 20, part_bytes=64 << 10, file_bytes=4 << 20)
-    state = {f"k{n}": torch.randn(300_000 + n) for n in range(6)} | {f"t{n}": torch.randn(90, 1000).t() for n in range(4)}
+    state = {f"k{n}": torch.randn(300_000 + n) for n in range(6)} | {
+        f"t{n}": torch.randn(90, 1000).t() for n in range(4)
+    }
     dcpfs.save(state, str(tmp_path), transfer=transfer)
     assert len(list(tmp_path.glob("*.distcp"))) > 1
     found = _load({key: torch.zeros(value.shape) for key, value in state.items()}, str(tmp_path))
@@ -193,7 +195,9 @@ class _Deflate(StreamTransformExtension):
 
 def test_stream_transforms(tmp_path: Path) -> None:
     state = {f"z{n}": torch.zeros(50_000) for n in range(10)} | {"n": {"x": [1, 2]}}
-    _save("dcp.save", state, str(tmp_path), extensions=[_Deflate()], transfer=dcpfs.TransferConfig(budget_bytes=1 << 20))
+    _save(
+        "dcp.save", state, str(tmp_path), extensions=[_Deflate()], transfer=dcpfs.TransferConfig(budget_bytes=1 << 20)
+    )
     assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < 100_000
     registry = ExtensionRegistry()
     registry.register(_Deflate)
@@ -225,7 +229,9 @@ def test_case_16_async_save_in_a_thread_keeps_the_values_of_the_call(tmp_path: P
     for step in range(2):
         template = {"plain": torch.zeros(1000), "view a": torch.zeros(500), "view b": torch.zeros(500), "n": 0}
         found = _load(template, str(tmp_path / str(step)))
-        assert all(torch.equal(found[key], torch.full_like(found[key], step + 1)) for key in ("plain", "view a", "view b"))
+        assert all(
+            torch.equal(found[key], torch.full_like(found[key], step + 1)) for key in ("plain", "view a", "view b")
+        )
 
 
 def test_stateful_values_are_asked_for_their_state(tmp_path: Path) -> None:

@@ -86,9 +86,7 @@ def test_overwriting_withdraws_first_and_cleans_up_last(store: MemoryStore) -> N
     assert set(store.objects) == {".metadata", "__0_0.distcp", "notes.txt", "__1_0.distcp.bak"}
 
 
-def test_leftovers_that_stay_do_not_fail_a_published_save(
-    store: MemoryStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_leftovers_that_stay_do_not_fail_a_published_save(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
     store.objects = {"__7_0.distcp": b"old"}
 
     def fail(called: str, path: str) -> None:
