@@ -220,8 +220,8 @@ def check_coverage(index: CheckpointIndex, *, url: str = "the checkpoint") -> No
             elements = math.prod(record.shape)
             if held < elements:
                 raise CorruptCheckpointError(
-                    f"reading {_where(url)}: the metadata lists {held} of {elements} elements of {key!r}; a part of the "
-                    f"checkpoint is missing",
+                    f"reading {_where(url)}: the metadata lists {held} of {elements} elements of {key!r}; a part "
+                    f"of the checkpoint is missing",
                     file=".metadata",
                     key=key,
                 )
