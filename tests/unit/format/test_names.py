@@ -24,7 +24,16 @@ def test_names_of_data_files_are_read_as_they_are_made(rank: int, number: int) -
 
 @pytest.mark.parametrize(
     "name",
-    ["__0_0.distcp.tmp", "__00_0.distcp", "__-1_0.distcp", "__0_0", "a/__0_0.distcp", "__0_0.distcp\n", "__٣_0.distcp", ""],
+    [
+        "__0_0.distcp.tmp",
+        "__00_0.distcp",
+        "__-1_0.distcp",
+        "__0_0",
+        "a/__0_0.distcp",
+        "__0_0.distcp\n",
+        "__٣_0.distcp",
+        "",
+    ],
 )
 def test_other_names_are_no_data_files(name: str) -> None:
     assert parse_data_file_name(name) is None
@@ -35,7 +44,9 @@ def test_other_names_are_no_rank_metadata(name: str) -> None:
     assert parse_rank_metadata_name(name) is None
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "sub/dir/file", "...", "a..b", ".hidden", "with space", "ünïcode", "a:b/c"[2:]])
+@pytest.mark.parametrize(
+    "name", ["__0_0.distcp", "sub/dir/file", "...", "a..b", ".hidden", "with space", "ünïcode", "a:b/c"[2:]]
+)
 def test_names_inside_the_checkpoint_pass(name: str) -> None:
     assert check_relative_name(name) is name
 
