@@ -12,8 +12,6 @@ import os
 import sys
 from typing import Any
 
-sys.modules["dcpfs"] = None  # type: ignore[assignment]  # makes `import dcpfs` fail
-
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -76,6 +74,7 @@ def _run(verb: str, peer: str, url: str, options: dict[str, Any]) -> None:
 
 
 def _main() -> None:
+    sys.modules["dcpfs"] = None  # type: ignore[assignment]  # from here on `import dcpfs` fails
     for job in sys.argv[1:]:
         verb, peer, url, options = json.loads(job)
         try:
