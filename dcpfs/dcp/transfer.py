@@ -108,24 +108,20 @@ class ByteBudget:
         """
         if size_bytes < 0:
             raise ValueError(f"cannot hold {size_bytes} bytes")
-        with self._lock:
-            self._raise_if_closed()
-            if size_bytes == 0:
-                return
-            if not self._waiters and self._fits(size_bytes):
-                self._take(size_bytes)
-                return
-            waiter = _Waiter(size_bytes)
-            self._waiters.append(waiter)
+        waiter = _Waiter(size_bytes)
         try:
-            waiter.ready.acquire()
-        except BaseException:  # an interrupt: give the place back, or the bytes if they were just granted
             with self._lock:
-                if waiter.granted:
-                    self._in_flight_bytes -= size_bytes
-                elif waiter in self._waiters:
-                    self._waiters.remove(waiter)
-                self._grant()
+                self._raise_if_closed()
+                if size_bytes == 0:
+                    return
+                if not self._waiters and self._fits(size_bytes):
+                    self._take(size_bytes)
+                    waiter.granted = True
+                    return
+                self._waiters.append(waiter)
+            waiter.ready.acquire()
+        except BaseException:
+            self._withdraw(waiter)
             raise
         if not waiter.granted:
             self._raise_if_closed()
@@ -155,6 +151,15 @@ class ByteBudget:
                 self._error = error
             while self._waiters:
                 self._waiters.popleft().ready.release()
+
+    def _withdraw(self, waiter: _Waiter) -> None:
+        """After an interrupt: give back the place in the line, or the bytes if they were just granted."""
+        with self._lock:
+            if waiter.granted:
+                self._in_flight_bytes -= waiter.size_bytes
+            elif waiter in self._waiters:
+                self._waiters.remove(waiter)
+            self._grant()
 
     def _raise_if_closed(self) -> None:
         if self._error is not None:
@@ -233,12 +238,10 @@ def _hold(task: Task, budget: ByteBudget) -> None:
 
 
 def _run_held(task: Task, budget: ByteBudget) -> None:
-    cost_bytes = task.cost_bytes
     try:
         task.run()
     finally:
-        del task  # what it holds is freed before its bytes are given back
-        budget.release(cost_bytes)
+        budget.release(task.cost_bytes)
 
 
 def _drop_held(task: Task, budget: ByteBudget) -> None:

@@ -84,17 +84,24 @@ def reserve(fd: int, size_bytes: int) -> None:
 
 
 class BounceBuffers:
-    """Aligned buffers for direct writes, reused. Thread-safe; as many as threads that write at once."""
+    """Aligned buffers for direct writes, reused. Thread-safe; as many as threads that write at once.
+
+    A forked process has copies of its own; a pickled one comes back empty.
+    """
 
     def __init__(self) -> None:
         self._free: deque[memoryview] = deque()
+
+    def __reduce__(self) -> tuple[type[BounceBuffers], tuple[()]]:
+        return BounceBuffers, ()
 
     def borrow(self) -> memoryview:
         """An aligned buffer of a few MiB, not cleared; give it back when done."""
         try:
             return self._free.pop()
         except IndexError:
-            return memoryview(mmap.mmap(-1, _BOUNCE_BYTES))
+            # Private: shared memory, the default, would let a forked process write into its parent's buffers.
+            return memoryview(mmap.mmap(-1, _BOUNCE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
     def give_back(self, buffer: memoryview) -> None:
         """Return a borrowed buffer."""
