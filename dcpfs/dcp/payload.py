@@ -20,7 +20,7 @@ from dcpfs.format.checksum import crc32, crc32_combine
 from dcpfs.format.frames import Frame, encode_tensor_frame, tensor_frame_sizes
 from dcpfs.storage.store import Buffer
 
-__all__ = ["BytesPayload", "Payload", "TensorPayload"]
+__all__ = ["BytesPayload", "Payload", "TensorPayload", "is_resident"]
 
 
 class BytesPayload:
@@ -93,13 +93,25 @@ class TensorPayload:
         self._frame: Frame | None = None
         self._seen: _Seen | None = None
 
+    def attach(self, tensor: torch.Tensor) -> bool:
+        """Send the values from where they lie, if that is row-major CPU memory; False: they have to be copied.
+
+        Done for all entries before any thread sends: torch's calls give up the GIL, and taking it back among busy
+        threads costs far more than the call.
+        """
+        if not is_resident(tensor):
+            return False
+        self.host = tensor
+        self._view = tensor_bytes(tensor)
+        return True
+
     def whole(self, host: memoryview | None = None) -> list[Buffer]:
         """Head, payload and tail of an entry that lies in one part.
 
         Args:
             host: The payload, where it doesn't come from ``self.host``.
         """
-        view = host if host is not None else tensor_bytes(self._tensor())
+        view = host if host is not None else self._payload_view()
         self.crc32 = crc32(view)
         frame = encode_tensor_frame(self.dtype, self.shape, self.crc32)
         return [frame.head, view, frame.tail]
@@ -168,6 +180,11 @@ class TensorPayload:
 
 
 Payload = BytesPayload | TensorPayload
+
+
+def is_resident(tensor: torch.Tensor) -> bool:
+    """True for row-major CPU memory that holds the values as they are."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class _Seen:

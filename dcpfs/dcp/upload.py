@@ -59,7 +59,7 @@ class Uploader:
 
     Args:
         store: Where to.
-        payloads: All entries of the plan.
+        payloads: All entries of the plan. Those with values attached already are not asked for again.
         resolve: Gives the tensor of an entry by its position in the plan; called in this thread, once per tensor.
         makes_tensors: ``resolve`` makes tensors that nobody else holds, so they count against the budget.
         concurrency: Most parts in flight.
@@ -185,19 +185,17 @@ class Uploader:
             cost_bytes += _joined_bytes(payload, piece)
             if isinstance(payload, BytesPayload):
                 continue
-            if piece.start == 0:
+            if piece.start == 0 and not piece.whole:
+                payload.split()
+            if piece.start == 0 and payload.host is None:
                 tensor = self._resolve(piece.number)
-                if not piece.whole:
-                    payload.split()
                 if payload.payload_bytes == 0:
                     payload.host = to_host(tensor)
                 elif not _is_on_host(tensor):
                     self._on_device[piece.number] = flat_bytes(tensor)
-                elif self._makes_tensors or not _is_resident(tensor):
+                elif self._makes_tensors or not payload.attach(tensor):
                     make.append((payload, piece.number, tensor))
                     cost_bytes += payload.payload_bytes
-                else:
-                    payload.host = tensor
             flat = self._on_device.get(piece.number)
             if flat is not None:
                 first, last = payload.payload_range(piece.start, piece.stop)
@@ -406,10 +404,6 @@ def _do_nothing() -> None:
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu
-
-
-def _is_resident(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _joined_bytes(payload: Payload, piece: Piece) -> int:

@@ -397,9 +397,12 @@ class _Source:
                 raise UnsupportedValueError(
                     f"can't save {item.index.fqn!r}: its write item does not describe the tensor"
                 )
+            payload = TensorPayload(data.properties.dtype, data.chunk.sizes)
+            payloads.append(payload)
             if not self.makes_tensors:
-                self._tensors[number] = self._ask(item)
-            payloads.append(TensorPayload(data.properties.dtype, data.chunk.sizes))
+                tensor = self._ask(item)
+                if not payload.attach(tensor):
+                    self._tensors[number] = tensor
         return payloads
 
     def resolve(self, number: int) -> torch.Tensor:
