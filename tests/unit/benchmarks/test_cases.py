@@ -40,7 +40,7 @@ def measure(place: Target, case: str, *contenders: str) -> list[Figure]:
         repetitions=1,
         rounds=2,
         isolation=Isolation.INLINE,
-        timeout_seconds=120,
+        timeout_seconds=240,
     )
     figures: list[Figure] = []
     for result in Runner(plan, place, lambda _: None).run():

@@ -44,7 +44,7 @@ def measure(
         size_bytes=TINY_BYTES,
         repetitions=1,
         isolation=isolation,
-        timeout_seconds=120,
+        timeout_seconds=240,
     )
     return list(Runner(plan, place, lambda _: None).run())
 
