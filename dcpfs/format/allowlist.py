@@ -167,8 +167,8 @@ def _make_counter(counts: object = None) -> object:
 def _make_fraction(*parts: object) -> object:
     if len(parts) == 1 and type(parts[0]) is str and re.fullmatch(r"-?[0-9]{1,4000}(/[0-9]{1,4000})?", parts[0]):
         return fractions.Fraction(parts[0])
-    if len(parts) == 2 and isinstance(parts[0], int) and isinstance(parts[1], int):
-        return fractions.Fraction(parts[0], parts[1])
+    if len(parts) == 2 and all(type(part) is int and part.bit_length() <= 1 << 14 for part in parts):
+        return fractions.Fraction(*cast("tuple[int, int]", parts))
     raise _refuse("Fraction() of something else than two integers")
 
 
@@ -378,6 +378,10 @@ def resolve_value(module: str, name: str) -> Global | None:
     found = _STANDARD.get((module, name))
     if found is not None:
         return found
+    if name.startswith("torch."):
+        # Memory formats pickle as a path from whichever module imports torch.
+        value = getattr(torch, name[6:], None)
+        return Global(value) if isinstance(value, torch.memory_format) else None
     root = module.partition(".")[0]
     if root == "torch":
         found = _resolve_torch(module, name)

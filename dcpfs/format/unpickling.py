@@ -31,7 +31,8 @@ __all__ = ["SafeUnpickler", "loads"]
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
-_COPIES = (bytes, bytearray, set, frozenset, dict, deque)
+_SIZED = frozenset((str, bytes, bytearray, list, tuple, dict, set, frozenset))
+_SHORT = 256
 
 _LOAD: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
 """The standard library's table of instructions; a private name that all Python versions have."""
@@ -124,16 +125,16 @@ class SafeUnpickler(pickle._Unpickler):
         found = self._globals.get(id(function))
         if found is None or found.value is not function or found.call is None or type(arguments) is not tuple:
             raise self._refused(f"a call of {_describe(function)}")
-        made = found.call(*arguments)
-        if isinstance(made, _COPIES):
-            self._count_copied(len(made))
-        return made
+        self._count_copied(arguments)
+        return found.call(*arguments)
 
-    def _count_copied(self, length: int) -> None:
-        """Bound what calls copy: a few bytes can name a long string again and again."""
-        self._copied += length
-        if self._copied > 8 * self._size_bytes + 4096:
-            raise self._refused("far more copies of its data than it has data")
+    def _count_copied(self, values: tuple[Any, ...]) -> None:
+        """Bound what calls and states copy: a few bytes can name a long value again and again."""
+        for value in values:
+            if type(value) in _SIZED and len(value) > _SHORT:
+                self._copied += len(value)
+                if self._copied > 8 * self._size_bytes + 4096:
+                    raise self._refused("far more copies of its data than it has data")
 
     def _instantiate(self, klass: object, args: object) -> None:
         self.append(self._call(klass, tuple(args) if isinstance(args, list) else args))
@@ -158,6 +159,7 @@ class SafeUnpickler(pickle._Unpickler):
         found = self._globals.get(id(kind))
         if found is None or found.value is not kind or found.new is None or type(arguments) is not tuple:
             raise self._refused(f"a new {_describe(kind)}")
+        self._count_copied(arguments)
         self.append(found.new(*arguments))
 
     def _load_newobj_ex(self) -> None:
@@ -173,8 +175,7 @@ class SafeUnpickler(pickle._Unpickler):
         for base in kind.__mro__:
             found = self._globals.get(id(base))
             if found is not None and found.fill is not None and (base is kind or found.fills_subclasses):
-                if type(state) is tuple:
-                    self._count_copied(sum(len(part) for part in state if type(part) in (bytes, list)))
+                self._count_copied((state, *state) if type(state) is tuple else (state,))
                 found.fill(instance, state)
                 return
         raise self._refused(f"a state for {_describe(kind)}")

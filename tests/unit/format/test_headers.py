@@ -21,7 +21,7 @@ def parse(entry: bytes, size_bytes: int = 4096) -> TensorHeader:
     for _ in range(20):
         try:
             return parse_tensor_header(entry[:size_bytes], len(entry))
-        except NeedMoreBytes as more:  # noqa: PERF203 - the loop is the protocol under test
+        except NeedMoreBytes as more:
             needed_bytes = more.size_bytes
         assert size_bytes < needed_bytes <= len(entry)
         size_bytes = needed_bytes
@@ -109,7 +109,7 @@ def test_a_long_pickle_asks_for_more_than_the_first_read() -> None:
     assert parse(entry, 64).shape == tuple(tensor.shape)
 
 
-def test_an_entry_without_checksums_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_entry_without_checksums_has_none() -> None:
     torch.serialization.set_crc32_options(False)
     try:
         entry = torch_save(BASE)

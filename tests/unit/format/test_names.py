@@ -44,9 +44,7 @@ def test_other_names_are_no_rank_metadata(name: str) -> None:
     assert parse_rank_metadata_name(name) is None
 
 
-@pytest.mark.parametrize(
-    "name", ["__0_0.distcp", "sub/dir/file", "...", "a..b", ".hidden", "with space", "ünïcode", "a:b/c"[2:]]
-)
+@pytest.mark.parametrize("name", ["__0_0.distcp", "sub/dir/file", "...", "a..b", ".hidden", "with space", "ünïcode"])
 def test_names_inside_the_checkpoint_pass(name: str) -> None:
     assert check_relative_name(name) is name
 
@@ -54,7 +52,8 @@ def test_names_inside_the_checkpoint_pass(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "", "/etc/passwd", "../other/__0_0.distcp", "a/../../b", "a/..", ".", "./a", "a/./b", "a//b", "a/", "..\\b", "a\\b",
+        "", "/etc/passwd", "../other/__0_0.distcp", "a/../../b", "a/..", ".", "./a", "a/./b", "a//b", "a/", "..\\b",
+        "a\\b",
         "C:x", "C:/x", "s3://bucket/x", "s3:x", "file:x", "simplecache::s3://b/x", "a::b", "a\0b", "\0", "x" * 5000,
         None, 3, b"__0_0.distcp", ("a",),
     ],
