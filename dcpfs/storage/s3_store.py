@@ -114,10 +114,12 @@ class S3Store:
         try:
             return self._attempt("read", path, lambda: self._transfer.read_tail(key, target, size_bytes))
         except TransferSizeError:
-            # An empty object has no last byte: the range is refused.
-            if self.head(path).size_bytes:
+            # An empty object has no last byte, and some stores refuse a range that is longer than the object.
+            found_bytes = self.head(path).size_bytes
+            if found_bytes > size_bytes:
                 raise
-            return b"", 0
+            whole = self.get(path) if found_bytes else b""
+            return whole[max(0, len(whole) - size_bytes) :], len(whole)
 
     def read_into(self, path: str, start: int, buffers: Sequence[memoryview]) -> None:
         """Fill the buffers with one ranged GET, which goes on where it broke off when it is tried again."""

@@ -8,12 +8,13 @@ import socket
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import s3fs
 
 from dcpfs.config import RetryConfig, TransferConfig
-from dcpfs.errors import BucketNotFoundError, PermissionDeniedError
+from dcpfs.errors import BucketNotFoundError, ObjectExistsError, PermissionDeniedError, StorageError
 from dcpfs.storage.location import Location
 from dcpfs.storage.s3_store import S3Store
 from dcpfs.storage.store import Store
@@ -52,10 +53,39 @@ class TestSeaweed(_OnS3):
 
 
 class TestRclone(_OnS3):
+    """Objects are files here: three tests ask for less."""
+
     @pytest.fixture
     def store(self, rclone_prefix: Location) -> Iterator[Store]:
         with contextlib.closing(opened(rclone_prefix)) as store:
             yield store
+
+    def test_parts_may_come_in_any_order_from_many_threads(self, store: Store) -> None:
+        """A part that has reached the file can't be written again with other bytes."""
+        content = pattern(self.large_bytes)
+        sink = store.open_sink("large", len(content))
+        with ThreadPoolExecutor(3) as pool:
+            list(
+                pool.map(lambda part: sink.write_part(part, [content[part.start : part.stop]]), reversed(sink.parts()))
+            )
+        sink.commit()
+        assert self.reopen(store).get("large") == content
+
+    def test_a_deletion_takes_what_is_named_and_no_more(self, store: Store) -> None:
+        """A key that is the name of a directory can't be deleted: an error, not silence."""
+        for name in ("dir/0", "dir/1", "directory/kept"):
+            store.put(name, [b"x"])
+        store.delete(["dir/0", "absent", "dir/1", "absent/too", "dir/0"])
+        assert [found.path for found in self.reopen(store).list()] == ["directory/kept"]
+        with pytest.raises(StorageError, match="InternalError"):
+            store.delete(["directory"])
+
+    def test_a_conditional_put_spares_an_old_object(self, store: Store) -> None:
+        """The condition is ignored: only looking before writing is left."""
+        store.put("object", [b"first"], if_absent=True)
+        with pytest.raises(ObjectExistsError):
+            store.put("object", [b"second"], if_absent=True)
+        assert store.get("object") == b"first"
 
 
 class TestScripted(_OnS3):
