@@ -264,4 +264,4 @@ def _pass_through(device: torch.device) -> None:
 
     run_tasks(tasks(), concurrency=4, budget=ByteBudget(1))
     assert [results[number] for number in range(40)] == [bytes([number]) * size_bytes for number in range(40)]
-    assert staging.made == 3
+    assert 1 <= staging.made <= 3
