@@ -19,6 +19,7 @@ import torch
 from dcpfs.dcp.host_memory import tensor_bytes
 from dcpfs.dcp.landing import LandingContext, TensorWant, copy_exact, flat_elements, is_plain_memory
 from dcpfs.dcp.read_plan import row_major_strides
+from dcpfs.errors import CorruptCheckpointError
 from dcpfs.format.checksum import crc32
 from dcpfs.format.headers import (
     NeedMoreBytes,
@@ -33,8 +34,9 @@ __all__ = [
     "check_header",
     "decode_entry",
     "dense_payload",
+    "expected_checksum",
     "header_size_bytes",
-    "read_header",
+    "parse_header",
 ]
 
 _HEADER_BYTES = 4096
@@ -91,34 +93,34 @@ def header_size_bytes(entry_bytes: int) -> int:
     return min(_HEADER_BYTES, entry_bytes)
 
 
-def read_header(read_head: Callable[[int], bytes], entry_bytes: int, what: str) -> TensorHeader | None:
-    """Read and parse the header of an entry. None: the entry has to be decoded whole.
-
-    Args:
-        read_head: Reads that many first bytes of the entry.
-        entry_bytes: Length of the entry.
-        what: The entry, for errors.
+def parse_header(head: bytes, want: TensorWant, context: LandingContext) -> TensorHeader | int | None:
+    """The header of an entry from its first bytes, or how many bytes it takes, or None: it has to be decoded whole.
 
     Raises:
-        CorruptCheckpointError: The header contradicts itself.
+        CorruptCheckpointError: The header is damaged or contradicts itself.
     """
-    size_bytes: int | None = header_size_bytes(entry_bytes)
-    while size_bytes is not None:
-        parsed = _try_parse(read_head(size_bytes), entry_bytes, what)
-        if not isinstance(parsed, int):
-            return parsed
-        size_bytes = parsed
-    return None
-
-
-def _try_parse(head: bytes, entry_bytes: int, what: str) -> TensorHeader | int | None:
-    """The header, or how many bytes it takes, or None for an entry that only torch can decode."""
+    location = want.location
+    what = f"key {want.key!r} in file {location.file!r} of {context.url}"
     try:
-        return parse_tensor_header(head, entry_bytes, what=what)
+        return parse_tensor_header(head, location.length_bytes, what=what)
     except NeedMoreBytes as more:
         return more.size_bytes
     except UnusualEntry:
         return None
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(error.message, file=location.file, key=want.key) from error
+
+
+def expected_checksum(header: TensorHeader, tail: bytes, want: TensorWant, context: LandingContext) -> int | None:
+    """The CRC-32 of the payload from what stands behind it, or None when the writer computed none.
+
+    Raises:
+        CorruptCheckpointError: It should be there and is not.
+    """
+    expected = parse_tensor_tail(header, tail)
+    if expected is None and header.has_checksums:
+        raise context.corrupt(want.key, want.location.file, "the checksum is not where it belongs")
+    return expected
 
 
 def check_header(header: TensorHeader, want: TensorWant, context: LandingContext) -> None:
@@ -149,10 +151,10 @@ def decode_entry(
     first = wants[0]
     header = None
     if not first.location.transforms:
-        head = bytes(source[:_HEADER_BYTES])
-        header = read_header(
-            lambda size: head if size <= _HEADER_BYTES else bytes(source[:size]), len(source), f"key {first.key!r}"
-        )
+        parsed = parse_header(bytes(source[:_HEADER_BYTES]), first, context)
+        while isinstance(parsed, int):
+            parsed = parse_header(bytes(source[:parsed]), first, context)
+        header = parsed
     if header is None:
         tensor = decode(source, first)
         if tensor.dtype is not first.dtype or tuple(tensor.shape) != first.sizes:
@@ -162,7 +164,7 @@ def decode_entry(
         end = header.payload_offset_bytes + header.payload_bytes
         payload = source[header.payload_offset_bytes : end]
         if context.verify:
-            expected = parse_tensor_tail(header, bytes(source[end : end + _TAIL_BYTES]))
+            expected = expected_checksum(header, bytes(source[end : end + _TAIL_BYTES]), first, context)
             if expected is not None and crc32(payload) != expected:
                 raise context.corrupt(first.key, first.location.file, "the checksum does not match")
         if header.is_row_major:

@@ -14,7 +14,7 @@ bytes are still in the cache. Pieces arrive in any order, from any thread; the l
     BlockLanding    anything else: strided, on a device, cast, or a slice that comes with gaps
     EntryLanding    an entry that can only be understood whole: another writer's small one, or a compressed one
     ObjectLanding   the bytes of a non-tensor value
-    TailLanding     what follows a payload that another writer wrote, with its checksum in it
+    FrameLanding    what stands before and after a payload that another writer wrote
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from dcpfs.format.index import EntryLocation
 __all__ = [
     "BlockLanding",
     "EntryLanding",
+    "FrameLanding",
     "Landing",
     "LandingContext",
     "MemoryLanding",
     "ObjectLanding",
     "PayloadCheck",
-    "TailLanding",
     "TensorWant",
     "copy_exact",
     "flat_elements",
@@ -326,20 +326,19 @@ class ObjectLanding:
         self._values[self.key] = bytes(source)
 
 
-class TailLanding:
-    """What follows a payload in another writer's entry: it holds the payload's checksum.
+class FrameLanding:
+    """Bytes around a payload, in another writer's entry: what is in them concerns whoever takes them.
 
     Args:
-        parse: Gets these bytes, and returns the checksum or None.
+        take: Gets them, in any thread.
     """
 
-    __slots__ = ("_check", "_parse", "file", "key")
+    __slots__ = ("_take", "file", "key")
 
-    def __init__(self, key: str, file: str, check: PayloadCheck, parse: Callable[[bytes], int | None]) -> None:
+    def __init__(self, key: str, file: str, take: Callable[[bytes], None]) -> None:
         self.key = key
         self.file = file
-        self._check = check
-        self._parse = parse
+        self._take = take
 
     def window(self, position: int, size_bytes: int) -> memoryview | None:  # noqa: ARG002 - the protocol's
         """None: the bytes are looked at and dropped."""
@@ -349,10 +348,8 @@ class TailLanding:
         """Never called: there is no window."""
 
     def accept(self, position: int, source: memoryview) -> None:  # noqa: ARG002 - it comes in one piece
-        """Hand the checksum, where it is real, to the payload's check."""
-        expected = self._parse(bytes(source))
-        if expected is not None:
-            self._check.expect(expected)
+        """Hand the bytes over."""
+        self._take(bytes(source))
 
 
 def is_plain_memory(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

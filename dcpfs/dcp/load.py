@@ -28,7 +28,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcpfs.config import CastPolicy, ReplicaReads, RetryConfig, TransferConfig, Trust, VerifyMode
 from dcpfs.dcp.collection import collection_paused
-from dcpfs.dcp.fetch import Fetch, FetchTotals
+from dcpfs.dcp.delivery import FetchTotals
+from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.flatten import Structure, flatten, unflatten
 from dcpfs.dcp.matching import Match, key_mismatch_error, match_state, wants_of_box
 from dcpfs.dcp.places import find_container, put_value
