@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import shutil
 import signal
@@ -9,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -105,6 +109,69 @@ def test_cases_30_31_a_killed_writer_leaves_nothing_under_the_name(
     assert all(name.startswith(".object.") for name in left)
     store.put("step/object", [b"the next"])
     assert store.get("step/object") == b"the next"
+
+
+MUTATING = ("open", "mkdir", "pwritev", "ftruncate", "fsync", "link", "unlink", "replace", "close")
+
+
+@pytest.mark.parametrize("size_bytes", [900_000, 2 << 20])
+@pytest.mark.parametrize(
+    ("verb", "old"),
+    [("put", None), ("put if absent", None), ("sink", None), ("put", b"the step before"), ("sink", b"the step before")],
+)
+def test_cases_30_31_killed_at_any_call_the_object_is_the_old_one_or_the_new_one(
+    tmp_path: Path, old: bytes | None, size_bytes: int, verb: str
+) -> None:
+    content = os.urandom(size_bytes)
+    seen = set()
+    for number in itertools.count():
+        root = tmp_path / str(number)
+        store = LocalStore(Location(root))
+        if old is not None:
+            store.put("step/object", [old])
+        child = os.fork()
+        if child == 0:
+            _write_until_killed(store, verb, content, number)
+        status = os.waitpid(child, 0)[1]
+        found = store.get("step/object") if store.exists("step/object") else None
+        assert found in (old, content), f"killed at call {number}"
+        assert [info.path for info in store.list()] == ([] if found is None else ["step/object"])
+        seen.add(found)
+        shutil.rmtree(root, ignore_errors=True)
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            assert found == content
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert number >= 10  # before and after each call
+    assert seen == {old, content}
+
+
+def _write_until_killed(store: LocalStore, verb: str, content: bytes, kill_at: int) -> NoReturn:
+    """In a child: every call is two points, before and after it takes effect."""
+    points = itertools.count()
+
+    def die_at(call: Callable[..., object], *args: object, **kwargs: object) -> object:
+        if next(points) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = call(*args, **kwargs)
+        if next(points) == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    try:
+        for name in MUTATING:
+            setattr(os, name, functools.partial(die_at, getattr(os, name)))
+        if verb == "sink":
+            sink = store.open_sink("step/object", len(content))
+            for part in sink.parts():
+                sink.write_part(part, [memoryview(content)[part.start : part.stop]])
+            sink.commit()
+        else:
+            store.put("step/object", [content], if_absent=verb != "put")
+    except BaseException:
+        os._exit(1)
+    os._exit(0)
 
 
 @pytest.mark.parametrize("kind", ["bytes", "files"])
