@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcpfs.dcp.torch_private import EntryInfo
+from dcpfs.torch_private import EntryInfo
 from dcpfs.errors import IncompleteCheckpointError
 
 __all__ = ["account"]

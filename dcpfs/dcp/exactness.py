@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from dcpfs.dcp.torch_private import is_wrapper
+from dcpfs.torch_private import is_wrapper
 from dcpfs.errors import UnsupportedValueError
 
 __all__ = ["check_matches", "check_storable_tensor"]

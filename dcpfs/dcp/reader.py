@@ -44,7 +44,7 @@ from dcpfs.storage.location import Location
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
 
-    from dcpfs.dcp.torch_private import ExtensionRegistry
+    from dcpfs.torch_private import ExtensionRegistry
 
 __all__ = ["FsspecStorageReader"]
 

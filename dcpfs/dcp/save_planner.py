@@ -51,7 +51,7 @@ from dcpfs.dcp.exactness import check_storable_tensor
 from dcpfs.dcp.flatten import STRUCTURE_ATTRIBUTE, Structure, flatten, merge_structures
 from dcpfs.dcp.host_memory import tensor_bytes
 from dcpfs.dcp.sharing import choose_writers
-from dcpfs.dcp.torch_private import create_write_items, find_shard, flatten_sharded_tensors, settle
+from dcpfs.torch_private import create_write_items, find_shard, flatten_sharded_tensors, settle
 from dcpfs.errors import ReplicaMismatchError, UnsupportedValueError
 from dcpfs.format.checksum import crc32
 from dcpfs.format.entries import encode_object

@@ -37,7 +37,7 @@ from dcpfs.storage.store import Store
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
 
-    from dcpfs.dcp.torch_private import ExtensionRegistry
+    from dcpfs.torch_private import ExtensionRegistry
 
 __all__ = ["CheckpointSource"]
 

@@ -24,7 +24,7 @@ from dcpfs.dcp.upload import UploadReport
 from dcpfs.storage.store import Store
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint._extension import StreamTransformExtension
+    from dcpfs.torch_private import StreamTransformExtension
 
 __all__ = ["Stored", "upload_transformed"]
 

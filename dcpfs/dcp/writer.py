@@ -50,7 +50,6 @@ from dcpfs.dcp.flatten import STRUCTURE_ATTRIBUTE
 from dcpfs.dcp.payload import BytesPayload, Payload, TensorPayload
 from dcpfs.dcp.placement import count_files, place
 from dcpfs.dcp.predecessor import delete_leftovers, refuse_existing, withdraw_existing
-from dcpfs.dcp.torch_private import DCP_VERSION, EntryInfo, settle
 from dcpfs.dcp.transfer import ByteBudget
 from dcpfs.dcp.transformed import upload_transformed
 from dcpfs.dcp.upload import Uploader, UploadReport
@@ -61,10 +60,12 @@ from dcpfs.format.names import METADATA_NAME, data_file_name, rank_metadata_name
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Store
+from dcpfs.torch_private import DCP_VERSION, EntryInfo, settle
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
-    from torch.distributed.checkpoint._extension import StreamTransformExtension
+
+    from dcpfs.torch_private import StreamTransformExtension
 
 __all__ = ["FsspecStorageWriter"]
 

@@ -20,7 +20,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -47,6 +46,7 @@ from dcpfs.format.index_block import (
 from dcpfs.format.metadata_classes import load_metadata_pickle
 from dcpfs.format.metadata_pickle import encode_metadata_pickle
 from dcpfs.format.names import check_relative_name
+from dcpfs.torch_private import StorageInfo
 
 __all__ = [
     "check_coverage",
@@ -237,7 +237,7 @@ def metadata_from_index(index: CheckpointIndex, extras: MetadataExtras | None = 
     numbers = iter(extras.property_numbers)
     shared: dict[tuple[torch.dtype, int], TensorProperties] = {}
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[MetadataIndex, StorageInfo] = {}
     for key, record in index.records.items():
         if isinstance(record, BytesRecord):
             state[key] = BytesStorageMetadata()
@@ -265,8 +265,8 @@ def _where(url: str) -> str:
     return f"the .metadata of {url}"
 
 
-def _storage_info(location: EntryLocation) -> _StorageInfo:
-    return _StorageInfo(
+def _storage_info(location: EntryLocation) -> StorageInfo:
+    return StorageInfo(
         location.file,
         location.offset_bytes,
         location.length_bytes,
@@ -301,7 +301,7 @@ def _load_pickle(data: bytes | memoryview, trust: Trust, where: str) -> Metadata
 def _locate(info: object) -> EntryLocation:
     if type(info) is EntryLocation:
         return info
-    if not isinstance(info, _StorageInfo):
+    if not isinstance(info, StorageInfo):
         raise CorruptCheckpointError(f"an entry is described by a {type(info).__qualname__}")
     fields: Any = info.__dict__
     transforms = fields.get("transform_descriptors")

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcpfs.format.index import EntryLocation
+from dcpfs.torch_private import StorageInfo
 
 __all__ = ["encode_metadata_pickle", "plain_metadata"]
 
@@ -39,7 +39,7 @@ _CLASSES = (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
-    _StorageInfo,
+    StorageInfo,
     torch.Size,
 )
 _ATTRIBUTES = (
@@ -61,7 +61,7 @@ _FIELDS = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta"
 def plain_metadata(metadata: Metadata, locations: Mapping[MetadataIndex, EntryLocation]) -> Metadata:
     """The metadata as torch's own writer would pickle it: no attributes of ours, plain storage records."""
     storage_data = {
-        index: _StorageInfo(
+        index: StorageInfo(
             location.file,
             location.offset_bytes,
             location.length_bytes,

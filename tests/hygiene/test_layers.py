@@ -15,7 +15,7 @@ ROOT = Path(dcpfs.__file__).parent
 LAYERS = (
     ("_version",),
     ("errors",),
-    ("config", "ranks"),
+    ("config", "ranks", "torch_private"),
     ("storage",),
     ("format",),
     ("dcp",),
@@ -74,8 +74,7 @@ def test_the_storage_layer_does_not_know_torch(layer: str) -> None:
 
 def test_private_names_of_torch_live_in_one_module() -> None:
     allowed = {
-        ROOT / "dcp" / "torch_private.py",
-        ROOT / "format" / "metadata_classes.py",  # the classes that stand in the pickle
+        ROOT / "torch_private.py",
         ROOT / "cli" / "demo" / "torch_reader.py",  # runs where dcpfs can't be imported
     }
     for path in MODULES:
@@ -85,15 +84,7 @@ def test_private_names_of_torch_live_in_one_module() -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
                 private = [part for part in (node.module or "").split(".") if part.startswith("_")]
                 private += [alias.name for alias in node.names if alias.name.startswith("_")]
-                assert not private or in_type_checking(path, node), f"{path}:{node.lineno} imports {private} of torch"
-
-
-def in_type_checking(path: Path, wanted: ast.ImportFrom) -> bool:
-    """True for an import that only a type checker sees."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            return any(getattr(inner, "lineno", 0) == wanted.lineno for inner in ast.walk(node))
-    return False
+                assert not private, f"{path}:{node.lineno} imports {private} of torch"
 
 
 def test_the_package_asserts_nothing() -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "EntryInfo",
     "ExtensionRegistry",
     "StorageInfo",
+    "StreamTransformExtension",
     "create_write_items",
     "find_shard",
     "flatten_sharded_tensors",
