@@ -1,4 +1,4 @@
-"""The command line: ``dcpfs demo`` and what follows it."""
+"""The command line. `main` runs it; `app` holds the commands."""
 
 from dcpfs.cli.app import main
 
