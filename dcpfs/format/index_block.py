@@ -50,7 +50,10 @@ _START = b"DCPFSIX1"
 _TRAILER = struct.Struct("<IQQII8s")
 _MAGIC = b"DCPFSIDX"
 _VERSION = 1
+_LAST_VERSION = 0xFFFF
 _LARGEST_BYTES = 1 << 31
+_LARGEST_RATIO = 256
+"""Keys differ, and numbers of a record are fewer than 200 characters: no index of ours gets near this."""
 _LARGEST_NUMBER = 1 << 62
 
 T = TypeVar("T")
@@ -111,9 +114,11 @@ def split_index(data: bytes | memoryview, *, where: str) -> IndexBlock | None:
     version, packed_bytes, pickle_bytes, packed_crc, pickle_crc, _ = _TRAILER.unpack_from(
         data, len(data) - _TRAILER.size
     )
-    if version != _VERSION:
+    if _VERSION < version <= _LAST_VERSION:
         # A newer dcpfs: the pickle tells everything that is needed.
         return None
+    if version != _VERSION:
+        raise _damaged(where, "its trailer has no version")
     if pickle_bytes + packed_bytes + _TRAILER.size != len(data):
         raise _damaged(where, "its trailer does not fit its length")
     view = memoryview(data)
@@ -160,7 +165,7 @@ def _decompress(packed: memoryview) -> bytes:
         engine = zlib.decompressobj()
     else:
         engine = isal_zlib.decompressobj()
-    text: bytes = engine.decompress(packed, _LARGEST_BYTES)
+    text: bytes = engine.decompress(packed, min(_LARGEST_BYTES, (16 << 20) + _LARGEST_RATIO * len(packed)))
     if not engine.eof:
         raise ValueError("the compressed index does not end")
     return text

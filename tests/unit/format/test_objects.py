@@ -47,10 +47,10 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, list | tuple | collections.deque):
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, io.BytesIO):
-        return left.getvalue() == right.getvalue() and left.tell() == right.tell()
+        return bool(left.getvalue() == right.getvalue() and left.tell() == right.tell())
     if isinstance(left, np.generic):
         return bool(left.dtype == right.dtype and left.tobytes() == right.tobytes())
-    return bool(left == right or repr(left) == repr(right))
+    return bool(left == right) or repr(left) == repr(right)
 
 
 def stream(data: bytes, position: int) -> io.BytesIO:
@@ -221,6 +221,7 @@ class Plain:
 
 class Slotted:
     __slots__ = ("value",)
+    value: int
 
 
 class WithState:

@@ -386,7 +386,7 @@ def test_what_follows_the_pickle_is_left_alone() -> None:
 
 def test_the_interpreter_of_the_standard_library_is_not_changed() -> None:
     data = pickle.dumps(Reduces(os.path.join, ("a", "b")))
-    assert pickle._Unpickler(io.BytesIO(data)).load() == os.path.join("a", "b")  # type: ignore[attr-defined]
+    assert pickle._Unpickler(io.BytesIO(data)).load() == os.path.join("a", "b")
 
 
 def test_numpy_is_imported_only_for_values_of_numpy() -> None:
