@@ -10,8 +10,10 @@ same requests as head and tail. The head that arrives with it confirms or refute
 part of a larger storage, can have the same length. What a refuted guess wrote into the target is overwritten by a
 second read that knows the header; until then the load has not succeeded.
 
-Flow: ``guess_frame(want)`` → the fetch places head, payload and tail → ``take_head`` and ``take_tail``,
-in any order and from any thread → ``refuted`` once everything has arrived.
+A part of an entry is not read so: when wrong it would move twice, and the header costs no more than it saves.
+
+Flow: ``guess_frame(want)`` → the fetch places head, payload and tail → ``take_head`` and ``take_tail``, in any order,
+from any thread → ``refuted`` once everything has arrived.
 """
 
 from __future__ import annotations

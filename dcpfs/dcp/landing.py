@@ -365,7 +365,8 @@ def is_plain_memory(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def copy_exact(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy values: bit for bit where the dtypes are equal, else by the cast that the caller has allowed."""
-    if target.dtype is source.dtype and not (source.is_conj() or target.is_conj() or target.is_neg()):
+    lazy = source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg()
+    if target.dtype is source.dtype and not lazy:
         carrier = _CARRIERS.get(source.element_size())
         if carrier is not None:
             target, source = target.view(carrier), source.view(carrier)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 import zlib
+from collections.abc import Sequence
 from typing import NoReturn
 
 import pytest
@@ -36,9 +38,7 @@ class _File:
     def store(self, **options: bool) -> BytesStore:
         return BytesStore({"f": bytes(self.data)}, **options)
 
-    def fetch(
-        self, store: BytesStore, *, verify: bool = True, transfer: TransferConfig | None = None
-    ) -> Fetch:
+    def fetch(self, store: BytesStore, *, verify: bool = True, transfer: TransferConfig | None = None) -> Fetch:
         return Fetch(
             store,
             transfer or TransferConfig(),
@@ -121,9 +121,7 @@ def test_boxes_into_any_kind_of_target(seed: int) -> None:
             target = torch.zeros(lengths, dtype=tensor.dtype).conj()
         elif kind == "wide" and tensor.dtype is torch.float32:
             target = torch.zeros(lengths, dtype=torch.float64)
-        jobs.append(
-            (TensorWant(f"k{number}", tensor.dtype, shape, location, offsets, lengths, target), tensor)
-        )
+        jobs.append((TensorWant(f"k{number}", tensor.dtype, shape, location, offsets, lengths, target), tensor))
     config = TransferConfig(read_bytes=64 << 10, coalesce_gap_bytes=random.choice([0, 64, 1 << 16]))
     fetch = file.fetch(file.store(), transfer=config)
     for want, _ in jobs:
@@ -174,9 +172,7 @@ def test_a_missing_file_is_named() -> None:
     location = file.add(tensor)
     fetch = file.fetch(BytesStore({}))
     fetch.add_tensor(_want("w", tensor, location, tensor.clone()))
-    with pytest.raises(
-        IncompleteCheckpointError, match=r"'w'.*'f' is missing.*nothing was written"
-    ) as caught:
+    with pytest.raises(IncompleteCheckpointError, match=r"'w'.*'f' is missing.*nothing was written") as caught:
         fetch.run()
     assert caught.value.missing == ("f",)
 
@@ -206,3 +202,28 @@ def test_case_64_rows_of_a_tensor_cost_only_their_bytes() -> None:
     assert torch.equal(target, tensor[1000:1500])
     assert sum(stop - start for _, start, stop in store.reads) == 2_000_000
     assert store.heads == ["f"]
+
+
+class _MeetingStore(BytesStore):
+    """Answers no read before four are under way."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(objects)
+        self.barrier = threading.Barrier(4, timeout=60)
+
+    def read_into(self, path: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self.barrier.wait()
+        super().read_into(path, start, buffers)
+
+
+def test_cases_69_70_one_large_tensor_is_read_by_several_requests_at_once() -> None:
+    file = _File()
+    tensor = torch.randint(0, 255, (4_000_000,), dtype=torch.uint8)
+    location = file.add(tensor)
+    target = torch.zeros_like(tensor)
+    transfer = TransferConfig(read_bytes=1_000_000, coalesce_gap_bytes=0, concurrency=4)
+    fetch = file.fetch(_MeetingStore({"f": bytes(file.data)}), transfer=transfer)
+    fetch.add_tensor(_want("w", tensor, location, target))
+    fetch.run()
+    assert torch.equal(target, tensor)
+    assert fetch.totals.requests == 5  # four ranges and the size of the file

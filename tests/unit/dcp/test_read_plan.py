@@ -17,6 +17,7 @@ from dcpfs.dcp.read_plan import (
     intersect_boxes,
     plan_requests,
     row_major_strides,
+    widen_gap,
 )
 
 _MIB = 1 << 20
@@ -63,9 +64,7 @@ def test_blocks_hold_exactly_the_box(gap_bytes: int, block_bytes: int, direct: i
 
 def test_case_64_a_run_of_rows_is_one_block_of_just_its_bytes() -> None:
     blocks = list(
-        box_blocks(
-            (1000, 64), (250, 0), (125, 64), itemsize=4, gap_bytes=1 << 16, block_bytes=1 << 24, direct=True
-        )
+        box_blocks((1000, 64), (250, 0), (125, 64), itemsize=4, gap_bytes=1 << 16, block_bytes=1 << 24, direct=True)
     )
     assert [(b.start_bytes, b.size_bytes, b.dense) for b in blocks] == [(250 * 256, 125 * 256, True)]
 
@@ -96,9 +95,7 @@ def test_column_slices_come_in_few_sensible_blocks(row_bytes: int, share: int, b
 
 def test_a_cover_of_a_quarter_more_is_read_as_one() -> None:
     found = list(
-        box_blocks(
-            (8, 1 << 20), (0, 0), (8, 900_000), itemsize=1, gap_bytes=0, block_bytes=1 << 30, direct=False
-        )
+        box_blocks((8, 1 << 20), (0, 0), (8, 900_000), itemsize=1, gap_bytes=0, block_bytes=1 << 30, direct=False)
     )
     assert len(found) == 1
     assert not found[0].dense
@@ -190,8 +187,80 @@ def test_a_full_load_takes_few_requests_and_moves_little_else() -> None:
 
 
 def test_a_store_without_ranges_is_asked_once_a_file() -> None:
-    limits = choose_limits(
-        10 * _MIB, concurrency=4, gap_bytes=0, read_bytes=_MIB, budget_bytes=_MIB, ranged=False
-    )
+    limits = choose_limits(10 * _MIB, concurrency=4, gap_bytes=0, read_bytes=_MIB, budget_bytes=_MIB, ranged=False)
     segments = [Segment(i * 2 * _MIB, i * 2 * _MIB + _MIB, i, 0) for i in range(10)]
     assert len(plan_requests("f", segments, limits)) == 1
+
+
+# --- wider gaps
+
+
+def _at(*ranges: tuple[int, int]) -> list[Segment[int]]:
+    return [Segment(start, stop, number, 0) for number, (start, stop) in enumerate(ranges)]
+
+
+_LIMITS = RequestLimits(gap_bytes=10, request_bytes=1 << 20, staged_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "widened"),
+    [
+        ([20, 30, 500], 30),  # 50 of the 80 bytes that 2 % of 4000 are
+        ([20, 500], 20),
+        ([90], 10),  # too far already
+        ([5, 5], 10),  # merged as it is
+        ([39, 39], 39),
+        ([50, 50], 10),  # all or none of one distance
+        ([8] * 9 + [30], 10),  # what the present gap costs counts
+    ],
+)
+def test_near_segments_are_joined_while_it_costs_two_percent(gaps: list[int], widened: int) -> None:
+    size = 4000 // (len(gaps) + 1)
+    ranges = [(0, size)]
+    for gap in gaps:
+        start = ranges[-1][1] + gap
+        ranges.append((start, start + size))
+    limits = widen_gap([_at(*ranges)], _LIMITS)
+    assert limits == _LIMITS._replace(gap_bytes=widened)
+
+
+def test_gaps_of_all_files_count_together_and_overlaps_once() -> None:
+    first = _at((5000, 6000), (0, 2000), (1000, 2000), (2000, 4970))  # unsorted; a gap of 30
+    second = _at((100, 1100), (1150, 2150))  # a gap of 50
+    limits = widen_gap([first, second, []], _LIMITS)
+    assert limits.gap_bytes == 50  # 80 of 2 % of 7970
+    assert [segment.start for segment in first] == [0, 1000, 2000, 5000]
+    assert widen_gap([], _LIMITS) == _LIMITS
+
+
+def test_no_gap_is_wider_than_half_a_request_or_a_round_trip() -> None:
+    much = 1 << 40
+    limits = _LIMITS._replace(request_bytes=64 * _MIB)
+    assert widen_gap([_at((0, much), (much + _MIB, 2 * much))], limits).gap_bytes == _MIB
+    assert widen_gap([_at((0, much), (much + _MIB + 1, 2 * much))], limits) == limits
+    assert widen_gap([_at((0, much), (much + _MIB, 2 * much))], _LIMITS) == _LIMITS
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_wider_gaps_never_cost_more_than_they_may(seed: int) -> None:
+    random.seed(seed)
+    segments = []
+    at = 0
+    for number in range(400):
+        size = random.choice([500, 5_000, 400_000, 1_000_000])
+        segments.append(Segment(at, at + size, number, 0))
+        at += size + random.choice([0, 1_000, 70_000, 300_000])
+    limits = choose_limits(
+        sum(s.stop - s.start for s in segments),
+        concurrency=8,
+        gap_bytes=64 << 10,
+        read_bytes=16 * _MIB,
+        budget_bytes=512 * _MIB,
+    )
+    needed = sum(s.stop - s.start for s in segments)
+    before = plan_requests("f", list(segments), limits)
+    wider = widen_gap([list(segments)], limits)
+    after = plan_requests("f", list(segments), wider)
+    _check(after, segments, wider)
+    assert len(after) <= len(before)
+    assert sum(r.stop - r.start for r in after) <= 1.02 * needed
