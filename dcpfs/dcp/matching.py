@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dcpfs import torch_private
 from dcpfs.config import CastPolicy
-from dcpfs.dcp import torch_private
 from dcpfs.dcp.casting import allows_cast
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.read_plan import intersect_boxes

@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING, cast
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcpfs import torch_private
 from dcpfs.config import RetryConfig, TransferConfig, Trust, VerifyMode
-from dcpfs.dcp import torch_private
 from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.errors import (
