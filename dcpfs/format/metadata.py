@@ -86,7 +86,9 @@ def _encode(metadata: Metadata, structure: object, save_id: str | None) -> bytes
         raise IncompleteCheckpointError(f"writing the metadata: {error.message}; nothing was published") from error
     paths = metadata.planner_data if _is_paths(metadata.planner_data) else {}
     index = CheckpointIndex(records, structure, paths, save_id, written_by_dcpfs=True)
-    return append_index(encode_metadata_pickle(metadata, locations), IndexBlock(index, _extras(metadata)))
+    held = sum(len(record.chunks) if isinstance(record, TensorRecord) else 1 for record in records.values())
+    extras = _extras(metadata, held)
+    return append_index(encode_metadata_pickle(metadata, locations), IndexBlock(index, extras))
 
 
 def decode_index(
@@ -403,7 +405,8 @@ def _is_paths(planner_data: object) -> bool:
     )
 
 
-def _extras(metadata: Metadata) -> MetadataExtras:
+def _extras(metadata: Metadata, held: int) -> MetadataExtras:
+    """What belongs to an index of so many entries. Entries without a record, or listed twice, only the pickle holds."""
     meta = metadata.storage_meta
     has_paths = _is_paths(metadata.planner_data)
     texts = [metadata.version] + ([] if meta is None else [meta.checkpoint_id, meta.save_id])
@@ -414,7 +417,9 @@ def _extras(metadata: Metadata) -> MetadataExtras:
     )
     choices: dict[tuple[str, bool, bool], int] = {}
     numbers = []
+    listed = 0
     for record in metadata.state_dict_metadata.values():
+        listed += len(record.chunks) if type(record) is TensorStorageMetadata else 1
         if type(record) is TensorStorageMetadata:
             properties = record.properties
             choice = (
@@ -424,7 +429,7 @@ def _extras(metadata: Metadata) -> MetadataExtras:
             )
             numbers.append(choices.setdefault(choice, len(choices)))
             complete = complete and properties.memory_format is torch.contiguous_format
-    if not complete:
+    if not complete or not held == listed == len(metadata.storage_data or ()):
         return MetadataExtras()
     return MetadataExtras(
         complete=True,
