@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dcpfs.dcp.landing import Landing, LandingContext
-from dcpfs.dcp.read_plan import Request, RequestLimits, Segment, plan_requests, widen_gap
+from dcpfs.dcp.read_plan import Request, RequestLimits, Segment, choose_joins, plan_requests
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
 from dcpfs.errors import IncompleteCheckpointError, ObjectNotFoundError, TransferSizeError
 from dcpfs.storage.store import Store
@@ -101,13 +101,12 @@ class Delivery:
         """
         if not segments:
             return
-        if self._store.capabilities.remote:
-            limits = widen_gap(segments.values(), limits)
+        joins = choose_joins(segments, limits) if self._store.capabilities.remote else {}
         self._scratch.size_bytes = limits.staged_bytes
         reads: list[tuple[Request[Landing], int]] = []
         checks: list[Task] = []
         for file, wanted in sorted(segments.items()):
-            requests = plan_requests(file, wanted, limits)
+            requests = plan_requests(file, wanted, limits, joins.get(file, ()))
             reads += [(request, request.stop) for request in requests]
             end, last = self._file_sizes.get(file, 0), requests[-1]
             if last.stop >= end:

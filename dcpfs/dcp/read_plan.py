@@ -21,9 +21,8 @@ handing a store a thousand tiny buffers costs more than the copy.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Generic, TypeVar
 
@@ -35,11 +34,11 @@ __all__ = [
     "RequestLimits",
     "Segment",
     "box_blocks",
+    "choose_joins",
     "choose_limits",
     "intersect_boxes",
     "plan_requests",
     "row_major_strides",
-    "widen_gap",
 ]
 
 D = TypeVar("D")
@@ -300,21 +299,24 @@ def _cut(block: Block, itemsize: int, block_bytes: int) -> Iterator[Block]:
 _start_of = itemgetter(0)
 
 
-def widen_gap(files: Iterable[list[Segment[D]]], limits: RequestLimits) -> RequestLimits:
-    """Raise the gap to read through as far as that costs next to nothing, so that a load takes fewer requests.
+def choose_joins(files: Mapping[str, list[Segment[D]]], limits: RequestLimits) -> dict[str, set[int]]:
+    """Choose gaps wider than the limit that are read through too, so that a load takes fewer requests.
 
-    The gaps that lie between the segments are taken from the nearest on, those within the present gap first, as long
-    as all together are at most 2 % of the bytes of the segments. Sorts the lists in place.
+    They are taken from the nearest on, as long as these and the gaps within the limit together are at most 2 % of the
+    bytes of the segments. Sorts the lists in place.
 
     Args:
         files: The segments of each file.
-        limits: What holds so far.
+        limits: What holds otherwise.
+
+    Returns:
+        For each file that has some, the starts of the segments that are read together with what comes before them.
     """
     widest = min(_WIDEST_GAP_BYTES, limits.request_bytes // 2)
     gap_bytes = limits.gap_bytes
     wanted = wasted = 0
-    farther: list[int] = []
-    for segments in files:
+    farther: list[tuple[int, str, int]] = []
+    for file, segments in files.items():
         segments.sort(key=_start_of)
         end = segments[0][0] if segments else 0
         for segment in segments:
@@ -324,22 +326,32 @@ def widen_gap(files: Iterable[list[Segment[D]]], limits: RequestLimits) -> Reque
                 if gap <= gap_bytes:
                     wasted += gap
                 elif gap <= widest:
-                    farther.append(gap)
+                    farther.append((gap, file, start))
             if stop > end:
                 wanted += stop - max(start, end)
                 end = stop
+    joins: dict[str, set[int]] = {}
     allowed = wanted * _WASTE_SHARE
     farther.sort()
-    for gap, same in itertools.groupby(farther):
-        wasted += gap * sum(1 for _ in same)
+    for gap, file, start in farther:
+        wasted += gap
         if wasted > allowed:
             break
-        gap_bytes = gap
-    return limits if gap_bytes == limits.gap_bytes else limits._replace(gap_bytes=gap_bytes)
+        joins.setdefault(file, set()).add(start)
+    return joins
 
 
-def plan_requests(file: str, segments: list[Segment[D]], limits: RequestLimits) -> list[Request[D]]:
-    """Arrange the segments of one file into requests, ascending. Sorts ``segments`` in place."""
+def plan_requests(
+    file: str, segments: list[Segment[D]], limits: RequestLimits, joins: Collection[int] = ()
+) -> list[Request[D]]:
+    """Arrange the segments of one file into requests, ascending. Sorts ``segments`` in place.
+
+    Args:
+        file: Name of the file.
+        segments: What is wanted of it.
+        limits: Which are near, and how long a request may be.
+        joins: Starts of segments that count as near to what comes before them, however far that is.
+    """
     segments.sort(key=_start_of)
     gap_bytes, request_bytes, staged_bytes, _ = limits
     requests: list[Request[D]] = []
@@ -355,7 +367,7 @@ def plan_requests(file: str, segments: list[Segment[D]], limits: RequestLimits) 
                 joined = begin <= start and max(stop, end) - begin <= staged_bytes
                 overlaps = overlaps or joined
             else:
-                joined = start - end <= gap_bytes and (
+                joined = (start - end <= gap_bytes or start in joins) and (
                     fits or (segment[3] >= 0 and start - begin <= request_bytes - _DIRECT_RUN_BYTES)
                 )
             if joined:

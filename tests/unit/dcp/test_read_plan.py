@@ -13,11 +13,11 @@ from dcpfs.dcp.read_plan import (
     RequestLimits,
     Segment,
     box_blocks,
+    choose_joins,
     choose_limits,
     intersect_boxes,
     plan_requests,
     row_major_strides,
-    widen_gap,
 )
 
 _MIB = 1 << 20
@@ -192,7 +192,7 @@ def test_a_store_without_ranges_is_asked_once_a_file() -> None:
     assert len(plan_requests("f", segments, limits)) == 1
 
 
-# --- wider gaps
+# --- gaps beyond the limit
 
 
 def _at(*ranges: tuple[int, int]) -> list[Segment[int]]:
@@ -203,46 +203,46 @@ _LIMITS = RequestLimits(gap_bytes=10, request_bytes=1 << 20, staged_bytes=0)
 
 
 @pytest.mark.parametrize(
-    ("gaps", "widened"),
+    ("gaps", "joined"),
     [
-        ([20, 30, 500], 30),  # 50 of the 80 bytes that 2 % of 4000 are
-        ([20, 500], 20),
-        ([90], 10),  # too far already
-        ([5, 5], 10),  # merged as it is
-        ([39, 39], 39),
-        ([50, 50], 10),  # all or none of one distance
-        ([8] * 9 + [30], 10),  # what the present gap costs counts
+        ([30, 500, 20], [0, 2]),  # 50 of the 80 bytes that 2 % of 4000 are
+        ([90], []),  # too far already
+        ([5, 5], []),  # within the limit as it is
+        ([30, 30, 30], [0, 1]),  # as many as it takes, of one width too
+        ([8] * 9 + [30], []),  # what the gaps within the limit cost counts
     ],
 )
-def test_near_segments_are_joined_while_it_costs_two_percent(gaps: list[int], widened: int) -> None:
+def test_near_segments_are_joined_while_it_costs_two_percent(gaps: list[int], joined: list[int]) -> None:
     size = 4000 // (len(gaps) + 1)
     ranges = [(0, size)]
     for gap in gaps:
         start = ranges[-1][1] + gap
         ranges.append((start, start + size))
-    limits = widen_gap([_at(*ranges)], _LIMITS)
-    assert limits == _LIMITS._replace(gap_bytes=widened)
+    joins = choose_joins({"f": _at(*ranges)}, _LIMITS)
+    assert joins == ({"f": {ranges[number + 1][0] for number in joined}} if joined else {})
+    requests = plan_requests("f", _at(*ranges), _LIMITS, joins.get("f", ()))
+    assert len(requests) == 1 + sum(gap > 10 for gap in gaps) - len(joined)
 
 
 def test_gaps_of_all_files_count_together_and_overlaps_once() -> None:
     first = _at((5000, 6000), (0, 2000), (1000, 2000), (2000, 4970))  # unsorted; a gap of 30
     second = _at((100, 1100), (1150, 2150))  # a gap of 50
-    limits = widen_gap([first, second, []], _LIMITS)
-    assert limits.gap_bytes == 50  # 80 of 2 % of 7970
+    joins = choose_joins({"a": first, "b": second, "c": []}, _LIMITS)
+    assert joins == {"a": {5000}, "b": {1150}}  # 80 of 2 % of 7970
     assert [segment.start for segment in first] == [0, 1000, 2000, 5000]
-    assert widen_gap([], _LIMITS) == _LIMITS
+    assert choose_joins({}, _LIMITS) == {}
 
 
 def test_no_gap_is_wider_than_half_a_request_or_a_round_trip() -> None:
     much = 1 << 40
     limits = _LIMITS._replace(request_bytes=64 * _MIB)
-    assert widen_gap([_at((0, much), (much + _MIB, 2 * much))], limits).gap_bytes == _MIB
-    assert widen_gap([_at((0, much), (much + _MIB + 1, 2 * much))], limits) == limits
-    assert widen_gap([_at((0, much), (much + _MIB, 2 * much))], _LIMITS) == _LIMITS
+    assert choose_joins({"f": _at((0, much), (much + _MIB, 2 * much))}, limits) == {"f": {much + _MIB}}
+    assert choose_joins({"f": _at((0, much), (much + _MIB + 1, 2 * much))}, limits) == {}
+    assert choose_joins({"f": _at((0, much), (much + _MIB, 2 * much))}, _LIMITS) == {}
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_wider_gaps_never_cost_more_than_they_may(seed: int) -> None:
+def test_farther_gaps_never_cost_more_than_they_may(seed: int) -> None:
     random.seed(seed)
     segments = []
     at = 0
@@ -250,17 +250,11 @@ def test_wider_gaps_never_cost_more_than_they_may(seed: int) -> None:
         size = random.choice([500, 5_000, 400_000, 1_000_000])
         segments.append(Segment(at, at + size, number, 0))
         at += size + random.choice([0, 1_000, 70_000, 300_000])
-    limits = choose_limits(
-        sum(s.stop - s.start for s in segments),
-        concurrency=8,
-        gap_bytes=64 << 10,
-        read_bytes=16 * _MIB,
-        budget_bytes=512 * _MIB,
-    )
     needed = sum(s.stop - s.start for s in segments)
+    limits = choose_limits(needed, concurrency=8, gap_bytes=64 << 10, read_bytes=16 * _MIB, budget_bytes=512 * _MIB)
     before = plan_requests("f", list(segments), limits)
-    wider = widen_gap([list(segments)], limits)
-    after = plan_requests("f", list(segments), wider)
-    _check(after, segments, wider)
-    assert len(after) <= len(before)
+    joins = choose_joins({"f": list(segments)}, limits)
+    after = plan_requests("f", list(segments), limits, joins["f"])
+    _check(after, segments, limits)
+    assert len(before) - 30 > len(after)
     assert sum(r.stop - r.start for r in after) <= 1.02 * needed
