@@ -231,4 +231,5 @@ def _bits(tensor: torch.Tensor) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if plain.numel() == 0:
         return b""
-    return plain.view(torch.uint8).numpy().tobytes()
+    # One element may have any stride, and then no view as bytes.
+    return plain.as_strided(plain.shape, (1,)).view(torch.uint8).numpy().tobytes()
