@@ -55,6 +55,7 @@ _EXTRAS: Mapping[str, str] = {
 """Protocol to the extra of dcpfs that brings its package."""
 _CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
 _TRANSPARENT = _CACHES | {"dir"}
+_SHELLS = frozenset({"sftp", "ssh"})
 _HOSTED = frozenset({"arrow_hdfs", "ftp", "ftps", "hdfs", "sftp", "smb", "ssh", "webhdfs"})
 
 
@@ -189,7 +190,9 @@ def traits_of(location: Location) -> Traits:
     classes = [filesystem_class(_protocol(link), location) for link in links]
     for link, kind in zip(links, classes, strict=True):
         if _protocol(link) != "dir":
-            return _TRAITS.get(_protocol(link)) or _guess(kind)
+            traits = _TRAITS.get(_protocol(link)) or _guess(kind)
+            # paramiko's client loses answers when several threads ask; asyncssh's does not.
+            return replace(traits, serial=True) if _protocol(link) in _SHELLS and not kind.async_impl else traits
     return _guess(classes[-1])
 
 

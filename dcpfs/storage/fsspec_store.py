@@ -55,7 +55,7 @@ from dcpfs.storage.literal_calls import fill, list_directory, move_file, object_
 from dcpfs.storage.location import Location, check_name
 from dcpfs.storage.retrying import RetryPolicy
 from dcpfs.storage.store import Buffer, ObjectInfo, Sink
-from dcpfs.storage.translate import Classified, FailedAttempt, FailureKind, classify
+from dcpfs.storage.translate import Classified, FailedAttempt, FailureKind, Fault, classify, fault_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -127,7 +127,11 @@ class FsspecStore:
 
     def get(self, path: str) -> bytes:
         """Read a whole object."""
-        return self._run("read", path, lambda fs, name: bytes(fs.cat_file(name)))
+        return self._run("read", path, self._get)
+
+    def _get(self, fs: AbstractFileSystem, name: str) -> bytes:
+        with _directories_as_absent(fs, name):
+            return bytes(fs.cat_file(name))
 
     def get_tail(self, path: str, size_bytes: int) -> tuple[bytes, int]:
         """Read the end of an object: one request for its size, one for the bytes."""
@@ -174,13 +178,11 @@ class FsspecStore:
                 view[:] = content[: len(view)]
                 content = content[len(view) :]
             return
-        file = open_unbuffered(fs, name)
-        try:
+        with _directories_as_absent(fs, name), contextlib.closing(open_unbuffered(fs, name)) as file:
             file.seek(start)
-            if any(fill(file, view) < len(view) for view in views):
-                self._explain_length(path, start, size_bytes, memoryview(b""))
-        finally:
-            file.close()
+            filled = all(fill(file, view) == len(view) for view in views)
+        if not filled:
+            self._explain_length(path, start, size_bytes, memoryview(b""))
 
     def _explain_length(self, path: str, start: int, size_bytes: int, content: memoryview) -> memoryview:
         """Bytes of another number than asked for: a range that was ignored, a short body or a short object."""
@@ -496,3 +498,14 @@ class _Writing:
             with contextlib.suppress(Exception), self._store._turn():
                 # Nothing may be there, and what failed before is what the caller must hear of.
                 self._fs.rm_file(self._own_name)
+
+
+@contextlib.contextmanager
+def _directories_as_absent(fs: AbstractFileSystem, name: str) -> Iterator[None]:
+    """Some servers have no word for what is wrong with reading a directory; to a store, it is no object."""
+    try:
+        yield
+    except Exception as error:
+        if fault_of(error) is Fault.OTHER and fs.info(name).get("type") == "directory":
+            raise FileNotFoundError(f"{name!r} is a directory") from error
+        raise

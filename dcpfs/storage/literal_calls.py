@@ -34,6 +34,11 @@ def list_directory(fs: AbstractFileSystem, name: str) -> Sequence[tuple[str, Map
         found = fs.ls(name, detail=True)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except Exception as error:
+        if fault_of(error) is Fault.OTHER and fs.info(name).get("type") == "file":
+            # Some servers have no word for what is wrong with listing a file.
+            return []
+        raise
     entries = []
     for details in found:
         full = str(details["name"]).rstrip("/")
