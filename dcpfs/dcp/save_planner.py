@@ -45,16 +45,16 @@ from torch.distributed.tensor import DTensor
 
 from dcpfs.config import Trust
 from dcpfs.dcp.agreement import check_replicas, find_differing_values
-from dcpfs.dcp.collector import paused_collector
 from dcpfs.dcp.coverage import find_fault
 from dcpfs.dcp.exactness import check_storable_tensor
 from dcpfs.dcp.flatten import STRUCTURE_ATTRIBUTE, Structure, flatten, merge_structures
 from dcpfs.dcp.host_memory import tensor_bytes
 from dcpfs.dcp.sharing import choose_writers
-from dcpfs.torch_private import create_write_items, find_shard, flatten_sharded_tensors, settle
 from dcpfs.errors import ReplicaMismatchError, UnsupportedValueError
 from dcpfs.format.checksum import crc32
+from dcpfs.format.collector import paused_collector
 from dcpfs.format.entries import encode_object
+from dcpfs.torch_private import create_write_items, find_shard, flatten_sharded_tensors, settle
 
 __all__ = ["DifferingValues", "SavePlanner"]
 

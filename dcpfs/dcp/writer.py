@@ -44,7 +44,6 @@ from torch.futures import Future
 from dcpfs.config import RetryConfig, TransferConfig, Trust
 from dcpfs.dcp.accounting import account
 from dcpfs.dcp.agreement import check_replicas
-from dcpfs.dcp.collector import paused_collector
 from dcpfs.dcp.exactness import check_matches, check_storable_tensor
 from dcpfs.dcp.flatten import STRUCTURE_ATTRIBUTE
 from dcpfs.dcp.payload import BytesPayload, Payload, TensorPayload
@@ -54,6 +53,7 @@ from dcpfs.dcp.transfer import ByteBudget
 from dcpfs.dcp.transformed import upload_transformed
 from dcpfs.dcp.upload import Uploader, UploadReport
 from dcpfs.errors import UnsupportedValueError
+from dcpfs.format.collector import paused_collector
 from dcpfs.format.entries import check_storable_object
 from dcpfs.format.metadata import encode_metadata
 from dcpfs.format.names import METADATA_NAME, data_file_name, rank_metadata_name

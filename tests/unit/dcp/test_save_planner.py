@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 
 import dcpfs
-from dcpfs.dcp.collector import paused_collector
 from dcpfs.dcp.flatten import STRUCTURE_ATTRIBUTE, Structure, unflatten
 from dcpfs.dcp.save_planner import _check_coverage
 from dcpfs.errors import ReplicaMismatchError, UnsupportedValueError
+from dcpfs.format.collector import paused_collector
 
 STATE: dict[str, Any] = {
     "w": torch.ones(2, 3),
