@@ -84,8 +84,8 @@ def _load(url: str, how: str) -> object:
             dcp_load(template, storage_reader=dcpfs.FsspecStorageReader(url), planner=dcpfs.LoadPlanner())
         except CheckpointException as error:
             failure, _ = next(iter(error.failures.values()))
-            if type(failure) is AssertionError and "metadata read failed" in str(failure):
-                raise CheckpointError(str(failure)) from None  # torch's frame around our text
+            if type(failure) is AssertionError and ("metadata read failed" in str(failure) or not str(failure)):
+                raise CheckpointError(str(failure)) from None  # torch's frame around our text; 2.9 drops the text
             raise failure from None
     return template
 
