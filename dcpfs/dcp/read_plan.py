@@ -59,6 +59,8 @@ _STAGED_BYTES = 4 * _MIB
 _LEAST_PIECE_BYTES = 1 * _MIB
 """No request is made shorter than this for parallelism's sake: at 80 MB/s it takes 13 ms, as long as a round trip."""
 
+_FRAME_SHARE = 0.01
+"""What lies between tensors and is read with them: without room for it each round would leave a short request over."""
 _WASTE_SHARE = 0.02
 """Farther segments are joined too while all gaps together stay within this share of the bytes wanted."""
 _WIDEST_GAP_BYTES = 1 * _MIB
@@ -159,7 +161,7 @@ def choose_limits(
     if not ranged:
         return RequestLimits(1 << 62, 1 << 62, 0)
     rounds = max(1, math.ceil(total_bytes / (concurrency * read_bytes)))
-    even_bytes = math.ceil(total_bytes / (rounds * concurrency))
+    even_bytes = math.ceil(total_bytes * (1 + _FRAME_SHARE) / (rounds * concurrency))
     request_bytes = min(read_bytes, max(_LEAST_PIECE_BYTES, even_bytes), max(64 * _KIB, budget_bytes // 4))
     staged_bytes = min(_STAGED_BYTES, request_bytes)
     small_bytes = _SMALL_REMOTE_BYTES if remote else _SMALL_LOCAL_BYTES
