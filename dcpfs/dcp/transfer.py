@@ -267,18 +267,26 @@ class _Pool:
 
     def run(self, first: Task, second: Task, supply: Iterator[Task]) -> None:
         """Run ``first``, whose cost is held already, then ``second`` and the supply."""
-        try:
-            self._submit(first)
-            task: Task | None = second
-            while task is not None:
-                _hold(task, self._budget)
-                self._submit(task)  # once the run has failed a worker discards it
-                task = None if self._errors else next(supply, None)
-        except BaseException as error:  # noqa: BLE001 - raised below, after the running tasks have ended
-            self._errors.append(error)
-        self._join()
+        fed = False
+        while True:  # also an interrupt that falls into the wait for the threads must not end it
+            try:
+                if not fed:
+                    fed = True
+                    self._feed(first, second, supply)
+                self._end_threads()
+                break
+            except BaseException as error:  # noqa: BLE001 - raised below, after the running tasks have ended
+                self._errors.append(error)
         if self._errors:
             raise _with_notes(self._errors)
+
+    def _feed(self, first: Task, second: Task, supply: Iterator[Task]) -> None:
+        self._submit(first)
+        task: Task | None = second
+        while task is not None:
+            _hold(task, self._budget)
+            self._submit(task)  # once the run has failed a worker discards it
+            task = None if self._errors else next(supply, None)
 
     def _submit(self, task: Task) -> None:
         self._unfinished += 1
@@ -298,7 +306,7 @@ class _Pool:
 
     def _start_thread(self) -> None:
         thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)  # before it starts: an interrupt in start() must not hide it from _join
+        self._threads.append(thread)  # before it starts: an interrupt in start() must not hide it
         try:
             thread.start()
         except RuntimeError:  # no more threads to be had: go on with those that run
@@ -323,29 +331,26 @@ class _Pool:
                 del task
                 self._finished.put(None)
 
-    def _join(self) -> None:
+    def _end_threads(self) -> None:
+        """Wait for what runs and end the threads. When it raises it may be called again."""
         for _ in self._threads:
             self._queue.put(None)
-        while unfinished := [thread for thread in self._threads if not _has_ended(thread)]:
-            try:
-                unfinished[0].join()
-            except BaseException as error:  # noqa: BLE001, PERF203 - an interrupt: raised once all have ended
-                self._errors.append(error)
-        while not self._queue.empty():  # only when no thread could be started at all
+        for thread in self._threads:
+            _await_end(thread)
+        while not self._queue.empty():  # tasks are left only when no thread could be started at all
             task = self._queue.get()
             if task is not None:
                 _drop_held(task, self._budget)
 
 
-def _has_ended(thread: threading.Thread) -> bool:
-    """True also for a thread that never came to be, because an interrupt fell into its start."""
+def _await_end(thread: threading.Thread) -> None:
+    """Join a thread, also one that never came to be, because an interrupt fell into its start."""
     pause = threading.Event()
     for _ in range(_START_TRIES):
         with contextlib.suppress(RuntimeError):  # it has not started
-            thread.join(0)
-            return not thread.is_alive()
+            thread.join()
+            return
         pause.wait(0.001)
-    return True
 
 
 def _with_notes(errors: list[BaseException]) -> BaseException:
