@@ -53,12 +53,14 @@ def tensor_records(draw: st.DrawFn) -> TensorRecord:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | NAMES, lambda inner: st.lists(inner) | st.dictionaries(NAMES, inner)
+    st.none() | st.booleans() | st.integers() | NAMES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=8,
 )
 PATHS = st.dictionaries(NAMES, st.lists(NAMES | st.integers(), max_size=3).map(tuple), max_size=4)
 INDEXES = st.builds(
     CheckpointIndex,
-    st.dictionaries(NAMES, tensor_records() | st.builds(BytesRecord, LOCATIONS), max_size=6),
+    st.dictionaries(NAMES, tensor_records() | st.builds(BytesRecord, LOCATIONS), max_size=4),
     JSON,
     PATHS,
     st.none() | NAMES,

@@ -491,7 +491,7 @@ def test_a_newer_index_is_left_to_the_pickle() -> None:
     assert decode_metadata(bytes(data)) == pickle.loads(bytes(data))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.sampled_from(["own", "torch", "torch 2"]), st.data())
 def test_damaged_metadata_is_an_error_of_ours(kind: str, data: st.DataObject) -> None:
     metadata = make_metadata()

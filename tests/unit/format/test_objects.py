@@ -416,7 +416,7 @@ def test_tensors_never_reach_beyond_their_bytes(pickled: bytes) -> None:
         decode_object(data, key="k")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(["nested", "tensors", "numpy objects", "uuid"]), st.data())
 def test_damaged_values_are_errors_of_ours(name: str, data: st.DataObject) -> None:
     entry = bytearray(torch_save(STORABLE[name]))
@@ -427,7 +427,7 @@ def test_damaged_values_are_errors_of_ours(name: str, data: st.DataObject) -> No
         decode_object(bytes(entry), key="k")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(["nested", "tensors", "numpy objects", "uuid", "numpy dates", "bytes io"]), st.data())
 def test_damaged_pickles_behind_right_checksums_are_errors_of_ours(name: str, data: st.DataObject) -> None:
     with zipfile.ZipFile(io.BytesIO(torch_save(STORABLE[name]))) as archive:
