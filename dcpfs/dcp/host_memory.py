@@ -28,7 +28,7 @@ from collections import deque
 
 import torch
 
-__all__ = ["HostBuffer", "HostStaging", "flat_bytes", "tensor_bytes", "to_host"]
+__all__ = ["HostBuffer", "HostStaging", "flat_bytes", "resident_bytes", "tensor_bytes", "to_host"]
 
 _logger = logging.getLogger(__name__)
 
@@ -58,6 +58,25 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         raise ValueError("a lazy conjugate or negative has other bytes than its values: resolve it first")
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of strides {tensor.stride()} is not contiguous: copy it first")
+    size_bytes = tensor.nbytes
+    if size_bytes == 0:
+        return memoryview(bytearray())
+    address = tensor.data_ptr()
+    if address == 0:
+        raise ValueError(f"{_kind(tensor)} has no memory of its own")
+    view: memoryview = _view_of_memory(address, size_bytes, _PY_BUF_WRITE)
+    return view
+
+
+def resident_bytes(tensor: torch.Tensor) -> memoryview | None:
+    """What `tensor_bytes` shows, for a plain dense tensor; None where row-major CPU memory doesn't hold its values.
+
+    One look at each attribute: for thousands of small tensors that is what counts.
+    """
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
+        return None
+    if tensor.dtype.is_complex and tensor.is_conj():
+        return None
     size_bytes = tensor.nbytes
     if size_bytes == 0:
         return memoryview(bytearray())

@@ -15,12 +15,12 @@ from collections.abc import Callable
 
 import torch
 
-from dcpfs.dcp.host_memory import tensor_bytes
+from dcpfs.dcp.host_memory import resident_bytes, tensor_bytes
 from dcpfs.format.checksum import crc32, crc32_combine
 from dcpfs.format.frames import Frame, encode_tensor_frame, tensor_frame_sizes
 from dcpfs.storage.store import Buffer
 
-__all__ = ["BytesPayload", "Payload", "TensorPayload", "is_resident"]
+__all__ = ["BytesPayload", "Payload", "TensorPayload"]
 
 
 class BytesPayload:
@@ -99,10 +99,11 @@ class TensorPayload:
         Done for all entries before any thread sends: torch's calls give up the GIL, and taking it back among busy
         threads costs far more than the call.
         """
-        if not is_resident(tensor):
+        view = resident_bytes(tensor)
+        if view is None:
             return False
         self.host = tensor
-        self._view = tensor_bytes(tensor)
+        self._view = view
         return True
 
     def whole(self, host: memoryview | None = None) -> list[Buffer]:
@@ -180,11 +181,6 @@ class TensorPayload:
 
 
 Payload = BytesPayload | TensorPayload
-
-
-def is_resident(tensor: torch.Tensor) -> bool:
-    """True for row-major CPU memory that holds the values as they are."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class _Seen:
