@@ -8,9 +8,11 @@ storage clients read their own (AWS_*, fsspec's config files).
 from __future__ import annotations
 
 import enum
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dcpfs.errors import ConfigError
 
 __all__ = [
     "CastPolicy",
@@ -26,7 +28,16 @@ __all__ = [
 _MIB = 1 << 20
 
 
-class VerifyMode(str, enum.Enum):
+class _Choice(str, enum.Enum):
+    """A choice that is an argument of public functions: what is none of it is an error of dcpfs."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        choices = ", ".join(repr(member.value) for member in cls)
+        raise ConfigError(f"a {type(value).__name__} was given that is no {cls.__name__}: give one of {choices}")
+
+
+class VerifyMode(_Choice):
     """What a load checks beside sizes, which are always checked."""
 
     SIZES = "sizes"
@@ -35,7 +46,7 @@ class VerifyMode(str, enum.Enum):
     """The CRC-32 of every entry that is read whole (a slice can't be checked without reading the rest)."""
 
 
-class Trust(str, enum.Enum):
+class Trust(_Choice):
     """What may be unpickled from a checkpoint."""
 
     ALLOWLIST = "allowlist"
@@ -44,7 +55,7 @@ class Trust(str, enum.Enum):
     """Anything: whoever can write the checkpoint can run code in this process."""
 
 
-class CastPolicy(str, enum.Enum):
+class CastPolicy(_Choice):
     """Which dtype differences a load may bridge."""
 
     NEVER = "never"
@@ -72,7 +83,7 @@ class Durability(str, enum.Enum):
     """The kernel has it: survives a killed process, not a power cut."""
 
 
-class ReplicaReads(str, enum.Enum):
+class ReplicaReads(_Choice):
     """How ranks that need the same bytes get them."""
 
     EACH = "each"

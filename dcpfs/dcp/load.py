@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -35,6 +35,7 @@ from dcpfs.dcp.matching import Match, key_mismatch_error, match_state, wants_of_
 from dcpfs.dcp.places import find_container, put_value
 from dcpfs.dcp.replicas import BoxId, box_id, exchange, share_plan
 from dcpfs.dcp.source import CheckpointSource
+from dcpfs.errors import ConfigError
 from dcpfs.format.index import BytesRecord, CheckpointIndex
 from dcpfs.ranks import Ranks, portable_error
 from dcpfs.storage.location import Location
@@ -127,26 +128,32 @@ def load(
     """
     started_seconds = time.monotonic()
     ranks = Ranks.current(process_group)
-    allow_cast, replicas = CastPolicy(allow_cast), ReplicaReads(replicas)
-    source = CheckpointSource(
-        Location(url, storage_options),
-        verify=verify,
-        trust=trust,
-        transfer=transfer,
-        retry=retry,
-        callback=callback,
-    )
+    source: CheckpointSource | None = None
+    error: BaseException | None = None
+    job = _Load(cast("dict[str, object]", state_dict), ranks, strict)
     try:
-        job = _Load(cast("dict[str, object]", state_dict), source, ranks, strict, allow_cast, replicas)
-        report = job.run()
+        job.allow_cast, job.replicas = CastPolicy(allow_cast), ReplicaReads(replicas)
+        source = CheckpointSource(
+            Location(url, storage_options),
+            verify=verify,
+            trust=trust,
+            transfer=transfer,
+            retry=retry,
+            callback=callback,
+        )
+    except BaseException as caught:  # noqa: BLE001 - handed to all ranks by the job, and raised
+        error = caught
+    try:
+        report = job.run(source, error)
     finally:
-        source.close()
+        if source is not None:
+            source.close()
     seconds = time.monotonic() - started_seconds
     totals = job.totals
     _logger.info(
         "loaded %d keys from %s in %.2f s: %d bytes, %d moved in %d requests%s",
         len(report.loaded),
-        source.url,
+        job.source.url,
         seconds,
         totals.needed_bytes,
         totals.moved_bytes,
@@ -168,36 +175,36 @@ def load(
 class _Load:
     """One call of `load`: each step ends with all ranks agreed."""
 
-    def __init__(
-        self,
-        state_dict: dict[str, object],
-        source: CheckpointSource,
-        ranks: Ranks,
-        strict: bool,
-        allow_cast: CastPolicy,
-        replicas: ReplicaReads,
-    ) -> None:
+    def __init__(self, state_dict: dict[str, object], ranks: Ranks, strict: bool) -> None:
+        self.allow_cast = CastPolicy.NEVER
+        self.replicas = ReplicaReads.EACH
+        self.totals = FetchTotals()
         self._state = state_dict
-        self._source = source
         self._ranks = ranks
         self._strict = strict
-        self._allow_cast = allow_cast
-        self._replicas = replicas
+        self._source: CheckpointSource | None = None
         self._stateful: dict[str, Stateful] = {}
         self._template: dict[str, object] = {}
         self._structure = Structure({})
         self._empties: dict[str, tuple[tuple[object, ...], object]] = {}
         self._match = Match()
-        self.totals = FetchTotals()
 
-    def run(self) -> LoadReport:
-        """Load, and report."""
-        files, error = self._share_metadata()
+    @property
+    def source(self) -> CheckpointSource:
+        """The checkpoint; there is one once all ranks have agreed."""
+        if self._source is None:
+            raise RuntimeError("this rank could not open the checkpoint, so it must have failed before")
+        return self._source
+
+    def run(self, source: CheckpointSource | None, error: BaseException | None) -> LoadReport:
+        """Load, and report. A rank that could not even begin brings its error instead of a source."""
+        self._source = source
+        files, error = self._share_metadata(error)
         index: CheckpointIndex | None = None
         if error is None:
             try:
                 with collection_paused():
-                    index = self._source.decode_index(*files)
+                    index = self.source.decode_index(*files)
                     self._prepare(index)
             except BaseException as failure:  # noqa: BLE001 - brought to the agreement below, which raises it
                 error = failure
@@ -212,22 +219,24 @@ class _Load:
         self._ranks.agree(self._attempt(self._hand_over))
         return LoadReport(tuple(match.loaded), tuple(match.missing), tuple(unexpected), dict(match.mismatched))
 
-    def _share_metadata(self) -> tuple[list[bytes], BaseException | None]:
-        """The bytes of the metadata, from the coordinator."""
+    def _share_metadata(self, error: BaseException | None) -> tuple[list[bytes], BaseException | None]:
+        """The bytes of the metadata from the coordinator, whose ``strict`` and ``replicas`` decide for all."""
         files: list[bytes] = []
-        error: BaseException | None = None
-        if self._ranks.is_coordinator:
+        if self._ranks.is_coordinator and error is None:
             try:
-                files = self._source.read_all_metadata()
+                files = self.source.read_all_metadata()
             except BaseException as failure:  # noqa: BLE001 - shared with all ranks, which raise it
                 error = failure
         if self._ranks.world_size > 1:
             status = None if error is None else portable_error(error, self._ranks.rank)
-            files, shared = self._ranks.broadcast((files, status))
-            error = error or shared
+            shared = (files, status, self._strict, self.replicas)
+            files, status, self._strict, self.replicas = self._ranks.broadcast(shared)
+            error = error or status
         return files, error
 
     def _prepare(self, index: CheckpointIndex) -> None:
+        if not isinstance(self._state, MutableMapping):
+            raise ConfigError(f"can't load into a {type(self._state).__name__}: the state must be a dict")
         for key, value in self._state.items():
             if not isinstance(value, _NEVER_STATEFUL) and isinstance(value, Stateful):
                 self._stateful[key] = value
@@ -236,7 +245,7 @@ class _Load:
                 self._template[key] = value
         leaves, self._structure = flatten(self._template)
         self._empties = _empty_values(index)
-        self._match = match_state(leaves, index, allow_cast=self._allow_cast, empties=frozenset(self._empties))
+        self._match = match_state(leaves, index, allow_cast=self.allow_cast, empties=frozenset(self._empties))
 
     def _raise_mismatches(
         self,
@@ -248,7 +257,7 @@ class _Load:
         mismatched = {key: text for part in found for key, text in part[2].items()}
         if missing or unexpected or mismatched:
             raise key_mismatch_error(
-                self._source.url,
+                self.source.url,
                 missing=missing,
                 unexpected=unexpected,
                 mismatched=mismatched,
@@ -262,7 +271,7 @@ class _Load:
         fetch: Fetch | None = None
         shares, own = [], cast("dict[BoxId, TensorWant]", {})
         wants = self._match.wants
-        if self._replicas is ReplicaReads.BROADCAST and self._ranks.world_size > 1:
+        if self.replicas is ReplicaReads.BROADCAST and self._ranks.world_size > 1:
             for want in wants:
                 box = box_id(want)
                 if box is not None:
@@ -273,7 +282,7 @@ class _Load:
             wants = [want for want in wants if id(want) not in foreign]
         try:
             if index is not None:
-                fetch = self._source.new_fetch(index)
+                fetch = self.source.new_fetch(index)
                 for want in wants:
                     fetch.add_tensor(want)
                 for key, location in self._match.objects:
@@ -281,12 +290,12 @@ class _Load:
                 fetch.run()
                 self.totals = fetch.totals
                 for key, _ in self._match.objects:
-                    values[key] = self._source.decode_object(key, fetch.objects.pop(key))
+                    values[key] = self.source.decode_object(key, fetch.objects.pop(key))
         except BaseException as failure:  # noqa: BLE001 - brought to the agreement below, which raises it
             error = failure
         self._ranks.agree(error)
         if shares:
-            exchange(shares, own, self._ranks, self._source.transfer.budget_bytes)
+            exchange(shares, own, self._ranks, self.source.transfer.budget_bytes)
         return values
 
     def _put(self, values: Mapping[str, object]) -> None:
@@ -425,5 +434,6 @@ def _choose(keys: Iterable[str] | str, index: CheckpointIndex, url: str) -> list
             missing.append(name)
         chosen.update(dict.fromkeys(found))
     if missing:
-        raise key_mismatch_error(url, missing=missing, known=index.records)
+        remedy = "ask for flat keys, or for prefixes of such that end before a dot"
+        raise key_mismatch_error(url, missing=missing, known=index.records, remedy=remedy)
     return [key for key in index.records if key in chosen]

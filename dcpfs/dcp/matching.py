@@ -27,10 +27,21 @@ from dcpfs.dcp.read_plan import intersect_boxes
 from dcpfs.errors import CorruptCheckpointError, KeyMismatchError
 from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, TensorRecord
 
-__all__ = ["Match", "describe_mismatch", "key_mismatch_error", "local_boxes", "match_state", "wants_of_box"]
+__all__ = [
+    "OVERLAPPING",
+    "Match",
+    "describe_mismatch",
+    "key_mismatch_error",
+    "local_boxes",
+    "match_state",
+    "overlaps_itself",
+    "wants_of_box",
+]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _SHOWN = 10
+OVERLAPPING = "an expanded tensor, elements of which share memory, so it can't be loaded into; clone() it"
+_REMEDY = "correct the state, or load with strict=False to take what fits and get a report of the rest"
 
 
 @dataclass(slots=True)
@@ -115,9 +126,22 @@ def describe_mismatch(leaf: object, dtype: torch.dtype, shape: tuple[int, ...], 
         return f"shape {wanted} in the state, {shape} in the checkpoint"
     if leaf.dtype is not dtype and not allows_cast(allow_cast, dtype, leaf.dtype):
         return f"{leaf.dtype} in the state, {dtype} in the checkpoint"
-    if type(leaf) not in _PLAIN and not torch_private.has_shards(leaf) and torch_private.is_wrapper(leaf):
+    if type(leaf) not in _PLAIN and torch_private.has_shards(leaf):
+        return None
+    if type(leaf) not in _PLAIN and torch_private.is_wrapper(leaf):
         return f"{_article(type(leaf).__name__)}, a tensor subclass that can't be loaded into in place"
+    if overlaps_itself(leaf):
+        return OVERLAPPING
     return None
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """True for an expanded tensor: some of its elements are the same memory."""
+    strides = tensor.stride()
+    if 0 not in strides:
+        return False
+    sizes = tensor.shape
+    return 0 not in sizes and any(stride == 0 and size > 1 for stride, size in zip(strides, sizes, strict=True))
 
 
 def _article(name: str) -> str:
@@ -198,6 +222,7 @@ def key_mismatch_error(
     unexpected: Iterable[str] = (),
     mismatched: Mapping[str, str] | None = None,
     known: Iterable[str] = (),
+    remedy: str = _REMEDY,
 ) -> KeyMismatchError:
     """The one error for everything that does not fit, with the closest names of what the checkpoint has."""
     missing, unexpected, mismatched = list(missing), list(unexpected), dict(mismatched or {})
@@ -212,10 +237,7 @@ def key_mismatch_error(
     if mismatched:
         shown = [f"{key!r} ({text})" for key, text in list(mismatched.items())[:_SHOWN]]
         parts.append(f"these differ: {_list(shown, len(mismatched))}")
-    message = (
-        f"loading {url}: " + "; ".join(parts) + ". Nothing was read. Correct the state, or load with strict=False to "
-        "take what fits and get a report of the rest"
-    )
+    message = f"loading {url}: " + "; ".join(parts) + f". Nothing was read: {remedy}"
     return KeyMismatchError(message, missing=missing, unexpected=unexpected, mismatched=mismatched)
 
 

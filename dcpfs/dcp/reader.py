@@ -34,7 +34,7 @@ from dcpfs.dcp.collection import collection_paused
 from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.load_planner import LoadPlanner as CheckedLoadPlanner
-from dcpfs.dcp.matching import key_mismatch_error
+from dcpfs.dcp.matching import OVERLAPPING, key_mismatch_error, overlaps_itself
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DcpfsError
 from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, TensorRecord
@@ -299,4 +299,6 @@ def _describe_target(target: torch.Tensor, record: TensorRecord, item: ReadItem,
         return f"{target.dtype} in the state, {record.dtype} in the checkpoint"
     if target.is_meta:
         return "on the meta device, which has no memory to load into; give it some with to_empty()"
+    if overlaps_itself(target):
+        return OVERLAPPING
     return None

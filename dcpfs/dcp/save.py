@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -153,6 +153,16 @@ def _state_of(value: object) -> object:
     return value
 
 
+def _check_urls(urls: Sequence[str]) -> None:
+    """Return when all ranks save to one URL: a checkpoint whose files lie at several can't be loaded."""
+    for rank, url in enumerate(urls):
+        if url != urls[0]:
+            raise ConfigError(
+                f"can't save: rank 0 saves to {urls[0]} and rank {rank} to {url}; give all ranks the same URL, e.g. by "
+                "broadcasting a time or a random name that is part of it"
+            )
+
+
 class _Session:
     """The exchanges of one save. Every method is collective."""
 
@@ -182,12 +192,14 @@ class _Session:
 
     def _run(self, plan: SavePlan | None, error: BaseException | None) -> str:
         metadata: Metadata | None = None
-        plans = self._gather(plan, error)
+        url = "" if self._writer is None else self._writer.checkpoint_id
+        plans = self._gather((plan, url), error)
         assigned: list[SavePlan] | None = None
         failure: BaseException | None = None
         if plans is not None and not isinstance(plans, DcpfsError):
             try:
-                planned, metadata = self._planner.create_global_plan([each for each in plans if each is not None])
+                _check_urls([url for _, url in plans])
+                planned, metadata = self._planner.create_global_plan([each for each, _ in plans if each is not None])
                 assigned = self.writer.prepare_global_plan(planned)
             except BaseException as caught:  # noqa: BLE001 - handed to all ranks by _scatter, and raised
                 failure = caught

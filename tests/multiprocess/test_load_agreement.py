@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import dcpfs
 from dcpfs.errors import (
     CheckpointNotFoundError,
+    ConfigError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     KeyMismatchError,
@@ -43,6 +44,40 @@ def test_case_101_103_all_ranks_say_that_there_is_no_checkpoint(tmp_path: Path) 
         assert isinstance(outcome.error, CheckpointNotFoundError)
         assert "nowhere" in outcome.error_text
         assert outcome.error.rank in (None, 0)
+
+
+def _load_with_a_bad_argument(url: str, argument: str) -> list[float]:
+    dcpfs.save({"w": torch.ones(2)}, url)
+    bad = dist.get_rank() == 1
+    target = {"w": torch.zeros(2)}
+    state: Any = [target] if bad and argument == "state" else target
+    where = "" if bad and argument == "url" else url
+    cast = "all" if bad and argument == "allow_cast" else "never"
+    with pytest.raises(ConfigError) as caught:
+        dcpfs.load(state, where, allow_cast=cast)
+    assert caught.value.rank in (None, 1)
+    values: list[float] = target["w"].tolist()
+    return values
+
+
+@pytest.mark.parametrize("argument", ["url", "allow_cast", "state"])
+def test_case_101_an_argument_that_one_rank_has_wrong_ends_the_load_on_all(tmp_path: Path, argument: str) -> None:
+    outcomes = run_ranks(_load_with_a_bad_argument, 2, str(tmp_path / "c"), argument, timeout_seconds=30)
+    assert outcomes == [[0, 0]] * 2
+
+
+def _load_with_two_minds(url: str) -> list[float]:
+    dcpfs.save({"w": torch.ones(2), "v": torch.ones(2)}, url)
+    rank = dist.get_rank()
+    target = {"w": torch.zeros(2)}
+    report = dcpfs.load(target, url, strict=rank == 1, replicas="each" if rank == 1 else "broadcast")
+    assert report.unexpected == ("v",)
+    values: list[float] = target["w"].tolist()
+    return values
+
+
+def test_case_101_the_coordinators_strictness_and_way_of_reading_count(tmp_path: Path) -> None:
+    assert run_ranks(_load_with_two_minds, 2, str(tmp_path / "c"), timeout_seconds=30) == [[1, 1]] * 2
 
 
 def _mismatch_on_one(url: str) -> list[float]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dcpfs
 from dcpfs.dcp.save_planner import DifferingValues
-from dcpfs.errors import UnsupportedValueError
+from dcpfs.errors import ConfigError, UnsupportedValueError
 from tests.multiprocess.gloo import run_ranks, try_ranks
 
 HOW = ["dcpfs.save", "dcp.save", "dcp.save+planner"]
@@ -405,3 +405,15 @@ def test_cached_plans_never_mix_saves(tmp_path: Path, ours: bool) -> None:
         assert all("'own0'" in text or "'own1'" in text for text in texts)
         assert "torch.int32" in texts[0]
         assert not (tmp_path / "other dtype" / ".metadata").exists()
+
+
+def _save_to_two_urls(url: str) -> None:
+    mine = f"{url}-{dist.get_rank()}"
+    with pytest.raises(ConfigError, match="same URL") as caught:
+        dcpfs.save({"w": torch.ones(2), f"r{dist.get_rank()}": 1}, mine)
+    assert caught.value.rank in (None, 0)
+    assert not os.path.exists(mine)
+
+
+def test_ranks_that_save_to_different_urls_are_refused(tmp_path: Path) -> None:
+    run_ranks(_save_to_two_urls, 2, str(tmp_path / "c"), timeout_seconds=30)

@@ -13,13 +13,10 @@ from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryL
 _PLACE = EntryLocation("f", 0, 100, 0, 0)
 
 
-def _tensor(
-    shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *chunks: tuple[int, int]
-) -> TensorRecord:
+def _tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *chunks: tuple[int, int]) -> TensorRecord:
     rows = chunks or ((0, shape[0]),) if shape else ()
     records = tuple(
-        ChunkRecord((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]), _PLACE)
-        for start, stop in rows
+        ChunkRecord((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]), _PLACE) for start, stop in rows
     )
     return TensorRecord(dtype, shape, records or (ChunkRecord((), (), _PLACE),))
 
@@ -108,3 +105,16 @@ def test_case_103_missing_keys_come_with_the_closest_names() -> None:
 def test_a_share_of_a_rank_outside_a_mesh_is_nothing() -> None:
     match = match_state({"w": torch.zeros(0, 3)}, _index(w=_tensor((0, 3))))
     assert match.loaded == ["w"]
+
+
+def test_an_expanded_target_is_a_mismatch_and_no_failure_amid_the_copies() -> None:
+    index = _index(a=_tensor((4, 2)), b=_tensor((4, 2)), c=_tensor((1, 2)), d=_tensor((0, 2)))
+    state = {
+        "a": torch.zeros(2).expand(4, 2),
+        "b": torch.zeros(2, 4).t(),
+        "c": torch.zeros(2).expand(1, 2),
+        "d": torch.zeros(2).expand(0, 2),
+    }
+    match = match_state(state, index)
+    assert set(match.mismatched) == {"a"}
+    assert "clone()" in match.mismatched["a"]
