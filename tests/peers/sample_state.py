@@ -156,12 +156,23 @@ def trained_state() -> dict[str, object]:
         model(torch.arange(30.0).reshape(5, 6) / (step + 1)).square().sum().backward()
         optimizer.step()
         scheduler.step()
-    return {
+    state: dict[str, object] = {
         "model": model.state_dict(),
         "optim": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
         "iteration": 3,
     }
+    _renumber(state)  # releases of torch train to other last digits
+    return state
+
+
+def _renumber(value: object, salt: int = 0) -> int:
+    if isinstance(value, torch.Tensor):
+        value.detach().copy_(make_tensor(tuple(value.shape), torch.int16, salt).abs())
+    elif isinstance(value, (dict, list)):
+        for item in value.values() if isinstance(value, dict) else value:
+            salt = _renumber(item, salt + 1)
+    return salt
 
 
 def template_of(value: object) -> object:
