@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpfs.config import TransferConfig
-from dcpfs.dcp.collection import collection_paused
 from dcpfs.dcp.delivery import Delivery, FetchTotals, Segments
 from dcpfs.dcp.foreign import (
     DensePayload,
@@ -51,6 +50,7 @@ from dcpfs.dcp.landing import (
 )
 from dcpfs.dcp.read_plan import RequestLimits, Segment, box_blocks, choose_limits, row_major_strides
 from dcpfs.errors import DcpfsError
+from dcpfs.format.collector import paused_collector
 from dcpfs.format.frames import FrameSizes
 from dcpfs.format.headers import TensorHeader
 from dcpfs.format.index import EntryLocation
@@ -158,10 +158,10 @@ class Fetch:
             limits = self._choose_limits()
             guesses = self._place_foreign(limits)
             with contextlib.ExitStack() as stack:
-                with collection_paused():
+                with paused_collector():
                     self._place(limits)
                 if self.totals.needed_bytes <= _PAUSED_READ_BYTES:
-                    stack.enter_context(collection_paused())
+                    stack.enter_context(paused_collector())
                 self._delivery.run(self._segments, limits)
                 self._correct(guesses, limits)
             for device in self._devices:

@@ -27,7 +27,6 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcpfs.config import CastPolicy, ReplicaReads, RetryConfig, TransferConfig, Trust, VerifyMode
-from dcpfs.dcp.collection import collection_paused
 from dcpfs.dcp.delivery import FetchTotals
 from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.flatten import Structure, flatten, unflatten
@@ -36,6 +35,7 @@ from dcpfs.dcp.places import find_container, put_value
 from dcpfs.dcp.replicas import BoxId, box_id, exchange, share_plan
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.errors import ConfigError
+from dcpfs.format.collector import paused_collector
 from dcpfs.format.index import BytesRecord, CheckpointIndex
 from dcpfs.ranks import Ranks, portable_error
 from dcpfs.storage.location import Location
@@ -203,7 +203,7 @@ class _Load:
         index: CheckpointIndex | None = None
         if error is None:
             try:
-                with collection_paused():
+                with paused_collector():
                     index = self.source.decode_index(*files)
                     self._prepare(index)
             except BaseException as failure:  # noqa: BLE001 - brought to the agreement below, which raises it

@@ -30,13 +30,13 @@ from torch.futures import Future
 
 from dcpfs.config import CastPolicy, RetryConfig, TransferConfig, Trust, VerifyMode
 from dcpfs.dcp.casting import allows_cast
-from dcpfs.dcp.collection import collection_paused
 from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.load_planner import LoadPlanner as CheckedLoadPlanner
 from dcpfs.dcp.matching import OVERLAPPING, key_mismatch_error, overlaps_itself
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DcpfsError
+from dcpfs.format.collector import paused_collector
 from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, TensorRecord
 from dcpfs.format.metadata import index_metadata
 from dcpfs.storage.location import Location
@@ -144,8 +144,8 @@ class FsspecStorageReader(StorageReader):
         self._failure = None
         try:
             data = self._source.read_metadata(rank)
-            self._index = self._source.decode_index(data)
-            self._metadata = metadata = self._source.decode_metadata(data)
+            self._index, metadata = self._source.decode_both(data)
+            self._metadata = metadata
         except CheckpointNotFoundError as error:
             if rank is not None:  # the end of a load; torch 2.9 drops the text of both errors
                 _logger.error("%s", error)
@@ -192,7 +192,7 @@ class FsspecStorageReader(StorageReader):
         if self._index is None:
             raise ConfigError("read_data needs set_up_storage_reader first, as dcp.load does it")
         try:
-            with collection_paused():
+            with paused_collector():
                 fetch, tensors = self._plan_fetch(self._index, plan, planner)
             fetch.run()
         finally:

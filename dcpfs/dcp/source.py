@@ -28,7 +28,7 @@ from dcpfs.errors import (
 )
 from dcpfs.format.entries import decode_object, decode_tensor_entry
 from dcpfs.format.index import CheckpointIndex, EntryLocation
-from dcpfs.format.metadata import decode_index, decode_metadata, merge_indexes
+from dcpfs.format.metadata import decode_both, decode_index, merge_indexes
 from dcpfs.format.names import METADATA_NAME, parse_rank_metadata_name, rank_metadata_name
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
@@ -132,9 +132,9 @@ class CheckpointSource:
         indexes = [decode_index(data, trust=self.trust, url=self.url) for data in files]
         return indexes[0] if len(indexes) == 1 else merge_indexes(indexes, url=self.url)
 
-    def decode_metadata(self, data: bytes) -> Metadata:
-        """The metadata as torch's planners want it."""
-        return decode_metadata(data, trust=self.trust, url=self.url)
+    def decode_both(self, data: bytes) -> tuple[CheckpointIndex, Metadata]:
+        """The table of contents, and torch's metadata, of one file."""
+        return decode_both(data, trust=self.trust, url=self.url)
 
     def decode_object(self, key: str, data: bytes | memoryview) -> object:
         """A non-tensor value from its bytes.
