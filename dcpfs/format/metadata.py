@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -60,9 +61,19 @@ __all__ = [
 ]
 
 _LARGEST_NUMBER = 1 << 62
+_make_location = partial(tuple.__new__, EntryLocation)
+_make_record = partial(tuple.__new__, TensorRecord)
+_make_chunk = partial(tuple.__new__, ChunkRecord)
+"""What the constructors do, in a third of the time."""
 
 
-def encode_metadata(metadata: Metadata, *, structure: object = None, save_id: str | None = None) -> bytes:
+def encode_metadata(
+    metadata: Metadata,
+    *,
+    structure: object = None,
+    save_id: str | None = None,
+    entries: Sequence[tuple[MetadataIndex, object]] | None = None,
+) -> bytes:
     """The whole ``.metadata`` file.
 
     Args:
@@ -70,25 +81,32 @@ def encode_metadata(metadata: Metadata, *, structure: object = None, save_id: st
             storage records, which may carry ``payload_offset_bytes`` and ``crc32`` as attributes. Not changed.
         structure: JSON value that describes the containers of the state (`dcpfs.dcp.flatten`).
         save_id: Id of the save.
+        entries: Taken in place of ``storage_data``: pairs of what it would hold, no two with the same key and offset.
 
     Raises:
         IncompleteCheckpointError: A record of the metadata has no entry in ``storage_data``.
     """
     with paused_collector():
-        return _encode(metadata, structure, save_id)
+        pairs = list((metadata.storage_data or {}).items()) if entries is None else entries
+        return _encode(metadata, structure, save_id, pairs)
 
 
-def _encode(metadata: Metadata, structure: object, save_id: str | None) -> bytes:
-    locations = {index: _locate(info) for index, info in (metadata.storage_data or {}).items()}
+def _encode(
+    metadata: Metadata, structure: object, save_id: str | None, entries: Sequence[tuple[MetadataIndex, object]]
+) -> bytes:
+    located = [(index, _locate(info)) for index, info in entries]
     try:
-        records = _make_records(metadata.state_dict_metadata, locations)
+        records = _make_records(metadata.state_dict_metadata, located)
     except CorruptCheckpointError as error:
         raise IncompleteCheckpointError(f"writing the metadata: {error.message}; nothing was published") from error
-    paths = metadata.planner_data if _is_paths(metadata.planner_data) else {}
-    index = CheckpointIndex(records, structure, paths, save_id, written_by_dcpfs=True)
-    held = sum(len(record.chunks) if isinstance(record, TensorRecord) else 1 for record in records.values())
-    extras = _extras(metadata, held)
-    return append_index(encode_metadata_pickle(metadata, locations), IndexBlock(index, extras))
+    has_paths = _is_paths(metadata.planner_data)
+    index = CheckpointIndex(
+        records, structure, metadata.planner_data if has_paths else {}, save_id, written_by_dcpfs=True
+    )
+    held = sum([len(record.chunks) if isinstance(record, TensorRecord) else 1 for record in records.values()])
+    complete = held == len(located)
+    extras = _extras(metadata, held, has_paths=has_paths) if complete else MetadataExtras()
+    return append_index(encode_metadata_pickle(metadata, located), IndexBlock(index, extras))
 
 
 def decode_index(
@@ -157,8 +175,8 @@ def index_metadata(metadata: Metadata, *, url: str = "the checkpoint") -> Checkp
     try:
         if type(metadata.storage_data) is not dict or type(metadata.state_dict_metadata) is not dict:
             raise CorruptCheckpointError("it has no records")
-        locations = {index: _check_location(_locate(info)) for index, info in metadata.storage_data.items()}
-        records = _make_records(metadata.state_dict_metadata, locations)
+        located = [(index, _check_location(_locate(info))) for index, info in metadata.storage_data.items()]
+        records = _make_records(metadata.state_dict_metadata, located)
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
             f"reading {where}: the metadata is damaged: {error.message}", file=".metadata", key=error.key
@@ -307,13 +325,15 @@ def _locate(info: object) -> EntryLocation:
         raise CorruptCheckpointError(f"an entry is described by a {type(info).__qualname__}")
     fields: Any = info.__dict__
     transforms = fields.get("transform_descriptors")
-    return EntryLocation(
-        fields["relative_path"],
-        fields["offset"],
-        fields["length"],
-        fields.get("payload_offset_bytes", -1),
-        fields.get("crc32", -1),
-        tuple(transforms) if transforms else (),
+    return _make_location(
+        (
+            fields["relative_path"],
+            fields["offset"],
+            fields["length"],
+            fields.get("payload_offset_bytes", -1),
+            fields.get("crc32", -1),
+            tuple(transforms) if transforms else (),
+        )
     )
 
 
@@ -328,22 +348,38 @@ def _check_location(location: EntryLocation) -> EntryLocation:
 
 
 def _make_records(
-    state: Mapping[str, object], locations: Mapping[MetadataIndex, EntryLocation]
+    state: Mapping[str, object], entries: Iterable[tuple[MetadataIndex, EntryLocation]]
 ) -> dict[str, TensorRecord | BytesRecord]:
     by_chunk: dict[tuple[str, object], EntryLocation] = {}
-    for index, location in locations.items():
+    for index, location in entries:
         if type(index) is not MetadataIndex:
             raise CorruptCheckpointError("an entry has no key")
         by_chunk[index.fqn, index.offset] = location
     records: dict[str, TensorRecord | BytesRecord] = {}
     checked: dict[torch.Size, tuple[int, ...]] = {}
+    # Planners describe tensors of one dtype and shape by the same objects, which live as long as the metadata.
+    seen: dict[tuple[int, int, int], tuple[TensorRecord, int]] = {}
     for key, record in state.items():
         if type(key) is not str:
             raise CorruptCheckpointError("a key is not a string")
         if type(record) is BytesStorageMetadata:
             records[key] = BytesRecord(_find(by_chunk, key, None))
         elif type(record) is TensorStorageMetadata:
-            records[key] = _make_tensor_record(key, record, by_chunk, checked)
+            if len(record.chunks) != 1:
+                records[key] = _make_tensor_record(key, record, by_chunk, checked)
+                continue
+            signature = (id(record.properties), id(record.size), id(record.chunks[0]))
+            known = seen.get(signature)
+            if known is None:
+                made = records[key] = _make_tensor_record(key, record, by_chunk, checked)
+                seen[signature] = (made, math.prod(made.chunks[0].sizes) * made.dtype.itemsize)
+                continue
+            (dtype, shape, ((offsets, sizes, _),)), payload_bytes = known
+            found = by_chunk.get((key, offsets))
+            if found is None or 0 <= found[3] > found[2] - payload_bytes:
+                records[key] = _make_tensor_record(key, record, by_chunk, checked)  # which raises
+                continue
+            records[key] = _make_record((dtype, shape, (_make_chunk((offsets, sizes, found)),)))
         else:
             raise CorruptCheckpointError(f"{key!r} is described by a {type(record).__qualname__}", key=key)
     return records
@@ -399,16 +435,20 @@ def _distinct(chunks: Sequence[ChunkRecord]) -> tuple[ChunkRecord, ...]:
 
 def _is_paths(planner_data: object) -> bool:
     """Torch's planner data: key to path."""
-    return type(planner_data) is dict and all(
-        type(key) is str and type(path) is tuple and all(type(part) in (str, int) for part in path)
-        for key, path in planner_data.items()
-    )
+    if type(planner_data) is not dict:
+        return False
+    for key, path in planner_data.items():
+        if type(key) is not str or type(path) is not tuple:
+            return False
+        for part in path:
+            if type(part) is not str and type(part) is not int:
+                return False
+    return True
 
 
-def _extras(metadata: Metadata, held: int) -> MetadataExtras:
+def _extras(metadata: Metadata, held: int, *, has_paths: bool) -> MetadataExtras:
     """What belongs to an index of so many entries. Entries without a record, or listed twice, only the pickle holds."""
     meta = metadata.storage_meta
-    has_paths = _is_paths(metadata.planner_data)
     texts = [metadata.version] + ([] if meta is None else [meta.checkpoint_id, meta.save_id])
     complete = (
         (has_paths or metadata.planner_data is None)
@@ -416,20 +456,26 @@ def _extras(metadata: Metadata, held: int) -> MetadataExtras:
         and (meta is None or (meta.load_id is None and all(type(name) is str for name in meta.modules)))
     )
     choices: dict[tuple[str, bool, bool], int] = {}
+    seen: dict[int, int] = {}
     numbers = []
     listed = 0
     for record in metadata.state_dict_metadata.values():
-        listed += len(record.chunks) if type(record) is TensorStorageMetadata else 1
-        if type(record) is TensorStorageMetadata:
-            properties = record.properties
+        if type(record) is not TensorStorageMetadata:
+            listed += 1
+            continue
+        listed += len(record.chunks)
+        properties = record.properties
+        number = seen.get(id(properties))
+        if number is None:
             choice = (
                 str(properties.layout).removeprefix("torch."),
                 properties.requires_grad,
                 properties.pin_memory,
             )
-            numbers.append(choices.setdefault(choice, len(choices)))
+            number = seen[id(properties)] = choices.setdefault(choice, len(choices))
             complete = complete and properties.memory_format is torch.contiguous_format
-    if not complete or not held == listed == len(metadata.storage_data or ()):
+        numbers.append(number)
+    if not complete or held != listed:
         return MetadataExtras()
     return MetadataExtras(
         complete=True,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -78,12 +78,19 @@ def plain_metadata(metadata: Metadata, locations: Mapping[MetadataIndex, EntryLo
     )
 
 
-def encode_metadata_pickle(metadata: Metadata, locations: Mapping[MetadataIndex, EntryLocation]) -> bytes:
-    """Pickle the metadata with these entries as its ``storage_data``."""
+def encode_metadata_pickle(
+    metadata: Metadata, entries: Mapping[MetadataIndex, EntryLocation] | Sequence[tuple[MetadataIndex, EntryLocation]]
+) -> bytes:
+    """Pickle the metadata with these entries as its ``storage_data``.
+
+    Args:
+        metadata: The rest.
+        entries: By index, or pairs that differ in it: making a dict of them costs as much as writing them.
+    """
     try:
-        return _Program().encode(metadata, locations)
+        return _Program().encode(metadata, entries.items() if isinstance(entries, Mapping) else entries)
     except _Unusual:
-        return pickle.dumps(plain_metadata(metadata, locations), protocol=4)
+        return pickle.dumps(plain_metadata(metadata, dict(entries)), protocol=4)
 
 
 class _Unusual(Exception):  # noqa: N818 - a signal within this module
@@ -134,7 +141,7 @@ class _Program:
         self._slots = len(_CLASSES) + len(_ATTRIBUTES)
         self._shared: dict[object, bytes] = {}
 
-    def encode(self, metadata: Metadata, locations: Mapping[MetadataIndex, EntryLocation]) -> bytes:
+    def encode(self, metadata: Metadata, entries: Iterable[tuple[MetadataIndex, EntryLocation]]) -> bytes:
         out = [b"\x80\x03"]
         for slot, kind in enumerate(_CLASSES):
             out.append(b"c%s\n%s\n%s0" % (kind.__module__.encode(), kind.__qualname__.encode(), _put(slot)))
@@ -145,7 +152,7 @@ class _Program:
         out.append(_text(_FIELDS[1]))
         self._add_planner_data(metadata.planner_data, out)
         out.append(_text(_FIELDS[2]))
-        self._add_storage(locations, out)
+        self._add_storage(entries, out)
         if metadata.storage_meta is not None and type(metadata.storage_meta) is not StorageMeta:
             raise _Unusual("another storage meta")
         out.append(_text(_FIELDS[3]) + _embed(metadata.storage_meta))
@@ -189,40 +196,67 @@ class _Program:
         return self._share(name, _text(name))
 
     def _add_state(self, state: Mapping[str, object], out: list[bytes]) -> None:
-        start = _get(1) + b")\x81}(" + _get(7)
-        to_size, to_chunks = _get(8), _get(9) + b"]("
-        chunk_start = _get(3) + b")\x81}(" + _get(10)
-        to_sizes = _get(11)
         empty = _get(2) + b")\x81"
+        shared = self._shared
         add = out.append
+        # Planners describe tensors of one dtype and shape by the same objects, which live as long as the metadata.
+        ready: dict[tuple[int, int, int], bytes] = {}
         add(b"}(")
         for key, record in state.items():
-            add(self._name(key))
             kind = type(record)
+            if type(key) is not str or key in shared:
+                add(self._name(key))
+            else:
+                data = key.encode("utf-8", "surrogatepass")
+                number = self._slots
+                self._slots = number + 1
+                slot = number.to_bytes(4, "little")
+                shared[key] = _get(number) if number < 256 else b"j" + slot
+                add(b"X%b%b%b" % (len(data).to_bytes(4, "little"), data, _put(number) if number < 256 else b"r" + slot))
             if kind is TensorStorageMetadata:
                 tensor = cast("TensorStorageMetadata", record)
-                add(start + self._properties(tensor.properties))
-                add(to_size + self._size(tensor.size) + to_chunks)
-                for chunk in tensor.chunks:
-                    if type(chunk) is not ChunkStorageMetadata:
-                        raise _Unusual("another chunk")
-                    add(chunk_start + self._size(chunk.offsets) + to_sizes + self._size(chunk.sizes) + b"ub")
-                add(b"eub")
+                chunks = tensor.chunks
+                if len(chunks) != 1:
+                    add(self._tensor(tensor))
+                    continue
+                signature = (id(tensor.properties), id(tensor.size), id(chunks[0]))
+                instructions = ready.get(signature)
+                if instructions is None:
+                    add(self._tensor(tensor))
+                    ready[signature] = self._tensor(tensor)  # by now everything in it is remembered
+                else:
+                    add(instructions)
             elif kind is BytesStorageMetadata:
                 add(empty)
             else:
                 raise _Unusual("another record")
         add(b"u")
 
+    def _tensor(self, tensor: TensorStorageMetadata) -> bytes:
+        out = [_get(1) + b")\x81}(" + _get(7) + self._properties(tensor.properties)]
+        out.append(_get(8) + self._size(tensor.size) + _get(9) + b"](")
+        for chunk in tensor.chunks:
+            if type(chunk) is not ChunkStorageMetadata:
+                raise _Unusual("another chunk")
+            offsets = _get(3) + b")\x81}(" + _get(10) + self._size(chunk.offsets)
+            out.append(offsets + _get(11) + self._size(chunk.sizes) + b"ub")
+        out.append(b"eub")
+        return b"".join(out)
+
     def _add_planner_data(self, planner_data: object, out: list[bytes]) -> None:
         if type(planner_data) is not dict:
             out.append(_embed(planner_data))
             return
         add = out.append
+        shared = self._shared
         add(b"}(")
         for key, path in planner_data.items():
             if type(key) is not str or type(path) is not tuple:
                 raise _Unusual("another planner's data")
+            known = shared.get(key)
+            if known is not None and len(path) == 1 and path[0] == key and type(path[0]) is str:
+                add(b"%b(%bt" % (known, known))
+                continue
             add(self._name(key) + b"(")
             for part in path:
                 if type(part) is str:
@@ -234,26 +268,41 @@ class _Program:
             add(b"t")
         add(b"u")
 
-    def _add_storage(self, locations: Mapping[MetadataIndex, EntryLocation], out: list[bytes]) -> None:
-        start = _get(4) + b")\x81}(" + _get(12)
-        to_index, to_offset = _get(13), _get(14)
-        info_start = b"ub" + _get(5) + b")\x81}(" + _get(15)
+    def _add_storage(self, entries: Iterable[tuple[MetadataIndex, EntryLocation]], out: list[bytes]) -> None:
+        start, to_offset = _get(4) + b")\x81}(" + _get(12), _get(14)
         to_length, to_transforms = _get(16), _get(17)
+        shared = self._shared
         add = out.append
+        # What stands between key and offset is the same for most entries, and lengths are few.
+        ready: dict[tuple[str, torch.Size | None, int | None], bytes] = {}
+        lengths: dict[int, bytes] = {}
         add(b"}(")
-        for index, location in locations.items():
+        for index, (file, offset_bytes, length_bytes, _, _, transforms) in entries:
             if type(index) is not MetadataIndex:
                 raise _Unusual("another index")
-            hint, offset = index.index, index.offset
-            file, offset_bytes, length_bytes, _, _, transforms = location
-            add(start + self._name(index.fqn) + to_index + (b"N" if hint is None else _int(hint)))
-            if offset is not None:
-                add(to_offset + self._size(offset))
-            add(info_start + self._name(file) + to_offset + _int(offset_bytes) + to_length + _int(length_bytes))
-            if transforms:
-                add(to_transforms + self._transforms(transforms))
-            add(b"ub")
+            key, offset = index.fqn, index.offset
+            name = shared.get(key) or self._name(key)
+            signature = (file, offset, index.index)
+            between = ready.get(signature)
+            if between is None:
+                between = self._between(*signature)
+                ready[signature] = self._between(*signature)  # by now everything in it is remembered
+            length = lengths.get(length_bytes)
+            if length is None:
+                length = lengths[length_bytes] = _int(length_bytes)
+            place = (
+                b"J" + offset_bytes.to_bytes(4, "little") if 256 <= offset_bytes < 0x80000000 else _int(offset_bytes)
+            )
+            tail = to_transforms + self._transforms(transforms) + b"ub" if transforms else b"ub"
+            add(b"%b%b%b%b%b%b%b%b" % (start, name, between, to_offset, place, to_length, length, tail))
         add(b"u")
+
+    def _between(self, file: str, offset: torch.Size | None, hint: int | None) -> bytes:
+        """From an entry's key to its place in the file."""
+        instructions = _get(13) + (b"N" if hint is None else _int(hint))
+        if offset is not None:
+            instructions += _get(14) + self._size(offset)
+        return instructions + b"ub" + _get(5) + b")\x81}(" + _get(15) + self._name(file)
 
     def _transforms(self, transforms: Sequence[str]) -> bytes:
         return b"](%se" % b"".join(map(self._name, transforms))
