@@ -103,7 +103,8 @@ class LoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Decode a non-tensor value and put it where the state has it."""
         key = read_item.dest_index.fqn
-        decoded = decode_object(value.getbuffer(), trust=self.trust, key=key)
+        # Not getbuffer(): a failure keeps it alive in its traceback, and Python 3.13 complains when both are collected.
+        decoded = decode_object(value.getvalue(), trust=self.trust, key=key)
         self.state_dict[key] = decoded
         put_value(self.original_state_dict, self._structure.real_path(key), decoded)
 

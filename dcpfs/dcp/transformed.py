@@ -91,7 +91,7 @@ def upload_transformed(
                 _encode(payloads[number], tensors.pop(number, None), content, extensions)
                 stored[number] = Stored(name, offset, content.tell() - offset)
             published.append(name)  # before: a put that fails may still have taken effect
-            _send(store, name, content.getbuffer())
+            _send(store, name, memoryview(content.getvalue()))
             on_bytes(content.tell())
 
         return run
