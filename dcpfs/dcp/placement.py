@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from dcpfs.storage.store import PartRange
@@ -36,6 +37,9 @@ class Piece(NamedTuple):
     start: int
     stop: int
     whole: bool
+
+
+_make_piece = partial(tuple.__new__, Piece)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ def cut(
             end = offset + sizes_bytes[number]
             start, stop = max(part.start, offset), min(part.stop, end)
             whole = start == offset and stop == end
-            pieces.append(Piece(number, start - offset, stop - offset, whole))
+            pieces.append(_make_piece((number, start - offset, stop - offset, whole)))
             if end > part.stop:
                 break
             position += 1

@@ -216,7 +216,7 @@ class _Session:
         failure = None
         if metadata is not None and written is not None and not isinstance(written, DcpfsError):
             try:
-                self.writer.finish(metadata, [each for each in written if each is not None])
+                self.writer.publish(metadata, [each for each in written if each is not None])
             except BaseException as caught:  # noqa: BLE001 - handed to all ranks by _broadcast, and raised
                 failure = caught
         elif isinstance(written, DcpfsError):

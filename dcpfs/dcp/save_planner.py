@@ -20,7 +20,7 @@ import dataclasses
 import enum
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,7 @@ class SavePlanner(TorchSavePlanner):
         self._trust = Trust(trust)
         self._scalars: dict[tuple[type, str], bytes] = {}
         self._state: dict[str, object] = {}
+        self._plain: dict[str, torch.Tensor] = {}
         self._objects: dict[str, bytes] = {}
         self._structure = Structure({})
         self._pending: SavePlan | None = None
@@ -143,6 +144,7 @@ class SavePlanner(TorchSavePlanner):
         if any(type(leaf).__name__ == "ShardedTensor" for leaf in leaves.values()):
             leaves = flatten_sharded_tensors(leaves)
         self._state = leaves
+        self._plain = {}
         self._objects = {}
         self._scalars = {}
 
@@ -226,23 +228,39 @@ class SavePlanner(TorchSavePlanner):
             raise UnsupportedValueError(f"can't save {index.fqn!r}: no local shard at {index.offset}")
         return settle(found)
 
+    @property
+    def find_plain(self) -> Callable[[str], torch.Tensor | None] | None:
+        """Finds the tensor of a key if `create_local_plan` found it plain and checked it; quicker than `resolve_data`.
+
+        None where a subclass resolves in its own way.
+        """
+        return self._plain.get if type(self).resolve_data is SavePlanner.resolve_data else None
+
     # --- planning
 
     def _plan_items(self, *, compare: bool) -> tuple[list[WriteItem], dict[str, int]]:
         items: list[WriteItem] = []
         digests: dict[str, int] = {}
-        described: dict[tuple[torch.dtype, torch.Size, bool], TensorWriteData] = {}
+        plain = self._plain
+        described: dict[tuple[torch.dtype, torch.Size, bool], tuple[dict[str, object], dict[str, object]]] = {}
         for fqn, value in self._state.items():
             if _is_whole(value) and isinstance(value, torch.Tensor):
                 check_storable_tensor(fqn, value)
                 shape = value.shape
                 signature = (value.dtype, shape, value.requires_grad)
-                data = described.get(signature)
-                if data is None:
-                    data = described[signature] = _describe(*signature)
-                items.append(
-                    WriteItem(MetadataIndex(fqn, data.chunk.offsets, 0), WriteItemType.TENSOR, tensor_data=data)
-                )
+                found = described.get(signature)
+                if found is None:
+                    described_as = _describe(*signature)
+                    found = described[signature] = (
+                        {"offset": described_as.chunk.offsets, "index": 0},
+                        {"type": WriteItemType.TENSOR, "bytes_io_data": None, "tensor_data": described_as},
+                    )
+                # Not by the constructors, which take three times as long: the classes are frozen.
+                index, item = MetadataIndex.__new__(MetadataIndex), WriteItem.__new__(WriteItem)
+                index.__dict__.update(found[0], fqn=fqn)
+                item.__dict__.update(found[1], index=index)
+                items.append(item)
+                plain[fqn] = value
                 if compare:
                     digest = _tensor_digest(value)
                     if digest is not None:

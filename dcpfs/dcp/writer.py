@@ -23,8 +23,8 @@ process), where it opens its own store.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import io
 import logging
 import os
 import threading
@@ -33,34 +33,29 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcpfs.config import RetryConfig, TransferConfig, Trust
 from dcpfs.dcp.accounting import account
 from dcpfs.dcp.agreement import check_replicas
-from dcpfs.dcp.exactness import check_matches, check_storable_tensor
 from dcpfs.dcp.flatten import STRUCTURE_ATTRIBUTE
-from dcpfs.dcp.payload import BytesPayload, Payload, TensorPayload
+from dcpfs.dcp.item_values import ItemValues
 from dcpfs.dcp.placement import count_files, place
 from dcpfs.dcp.predecessor import delete_leftovers, refuse_existing, withdraw_existing
 from dcpfs.dcp.transfer import ByteBudget
 from dcpfs.dcp.transformed import upload_transformed
 from dcpfs.dcp.upload import Uploader, UploadReport
-from dcpfs.errors import UnsupportedValueError
 from dcpfs.format.collector import paused_collector
-from dcpfs.format.entries import check_storable_object
 from dcpfs.format.metadata import encode_metadata
 from dcpfs.format.names import METADATA_NAME, data_file_name, rank_metadata_name
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Store
-from dcpfs.torch_private import DCP_VERSION, EntryInfo, settle
+from dcpfs.torch_private import DCP_VERSION, EntryInfo
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -71,6 +66,7 @@ __all__ = ["FsspecStorageWriter"]
 
 _logger = logging.getLogger(__name__)
 
+_PAUSED_BYTES = 4 << 30
 _SEQUENTIAL_FILES = 8
 _SEQUENTIAL_FILE_BYTES = 64 << 20
 """Where a file takes its parts one at a time, files are what can be sent in parallel."""
@@ -221,7 +217,19 @@ class FsspecStorageWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish: check that every promised entry is there, put the metadata, delete leftovers. Coordinator.
+        """Publish, and note in the metadata where everything lies. Coordinator.
+
+        Raises:
+            IncompleteCheckpointError: A planned item has no result; nothing is published.
+        """
+        entries = self.publish(metadata, results)
+        metadata.storage_data = {index: info.plain() for index, info in entries}
+
+    def publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[tuple[MetadataIndex, EntryInfo]]:
+        """Check that every promised entry is there, put the metadata, delete leftovers. Coordinator.
+
+        Returns:
+            Where each entry lies.
 
         Raises:
             IncompleteCheckpointError: A planned item has no result; nothing is published.
@@ -230,7 +238,7 @@ class FsspecStorageWriter(StorageWriter):
         name = METADATA_NAME if self._use_collectives else rank_metadata_name(self._rank)
         try:
             try:
-                self._publish(store, name, metadata, results)
+                entries = self._publish(store, name, metadata, results)
             except BaseException as error:
                 _undo(store, name, results, error)
                 raise
@@ -239,6 +247,7 @@ class FsspecStorageWriter(StorageWriter):
             self._log_saved()
         finally:
             self.close()
+        return entries
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -291,7 +300,7 @@ class FsspecStorageWriter(StorageWriter):
     def _write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         if not items:
             return []
-        source = _Source(items, planner, self._trust)
+        source = ItemValues(items, planner, self._trust)
         with paused_collector():
             payloads = source.payloads()
         store = self._open()
@@ -329,7 +338,9 @@ class FsspecStorageWriter(StorageWriter):
             budget=budget,
             on_bytes=progress.add,
         )
-        self._written = uploader.upload(files)
+        # A save up to this size takes seconds: collection, which would walk all its records, waits for its end.
+        with paused_collector() if sum(sizes_bytes) <= _PAUSED_BYTES else contextlib.nullcontext():
+            self._written = uploader.upload(files)
         with paused_collector():
             results: list[WriteResult | None] = [None] * len(items)
             for name, layout in files:
@@ -349,16 +360,17 @@ class FsspecStorageWriter(StorageWriter):
             wish_bytes = min(wish_bytes or most_bytes, most_bytes // 2)
         return count_files(total_bytes, len(sizes_bytes), file_bytes=wish_bytes)
 
-    def _publish(self, store: Store, name: str, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def _publish(
+        self, store: Store, name: str, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> list[tuple[MetadataIndex, EntryInfo]]:
         with paused_collector():
             entries = account(metadata, results, where=self._location.redacted)
             metadata.version = DCP_VERSION
             metadata.storage_meta = StorageMeta(checkpoint_id=self._location.redacted, save_id=self._save_id)
-            metadata.storage_data = entries
             structure = getattr(metadata, STRUCTURE_ATTRIBUTE, None)
-            encoded = encode_metadata(metadata, structure=structure, save_id=self._save_id)
-            metadata.storage_data = {index: info.plain() for index, info in entries.items()}
+            encoded = encode_metadata(metadata, structure=structure, save_id=self._save_id, entries=entries)
         store.put(name, [encoded])
+        return entries
 
     def _log_saved(self) -> None:
         seconds = time.monotonic() - self._started_seconds
@@ -376,70 +388,6 @@ class FsspecStorageWriter(StorageWriter):
         )
 
 
-class _Source:
-    """The values of a plan's items, asked from the planner in the calling thread and checked."""
-
-    def __init__(self, items: Sequence[WriteItem], planner: SavePlanner, trust: Trust) -> None:
-        self._items = items
-        self._checks_objects = trust is Trust.ALLOWLIST and not getattr(planner, "checks_objects", False)
-        self._planner = planner
-        self._tensors: list[torch.Tensor | None] = [None] * len(items)
-        self.makes_tensors = not _hands_out_references(planner)
-
-    def payloads(self) -> list[Payload]:
-        """One payload per item. Non-tensors are encoded here, and held tensors are checked, before anything is sent."""
-        payloads: list[Payload] = []
-        for number, item in enumerate(self._items):
-            if item.type is WriteItemType.BYTE_IO:
-                payloads.append(BytesPayload(self._bytes_of(item)))
-                continue
-            data = item.tensor_data
-            if data is None:
-                raise UnsupportedValueError(
-                    f"can't save {item.index.fqn!r}: its write item does not describe the tensor"
-                )
-            payload = TensorPayload(data.properties.dtype, data.chunk.sizes)
-            payloads.append(payload)
-            if not self.makes_tensors:
-                tensor = self._ask(item)
-                if not payload.attach(tensor):
-                    self._tensors[number] = tensor
-        return payloads
-
-    def resolve(self, number: int) -> torch.Tensor:
-        """The checked tensor of an item. Calling thread, once per item."""
-        tensor = self._tensors[number]
-        if tensor is None:
-            return self._ask(self._items[number])
-        self._tensors[number] = None
-        return tensor
-
-    def _ask(self, item: WriteItem) -> torch.Tensor:
-        key, data = item.index.fqn, item.tensor_data
-        value = self._planner.resolve_data(item)
-        if not isinstance(value, torch.Tensor) or data is None:
-            raise UnsupportedValueError(
-                f"can't save {key!r}: it was planned as a tensor, but the planner gave a {type(value).__name__}"
-            )
-        tensor = value if type(value) is torch.Tensor else settle(value)
-        check_storable_tensor(key, tensor)
-        check_matches(key, tensor, data.properties.dtype, data.chunk.sizes)
-        return tensor
-
-    def _bytes_of(self, item: WriteItem) -> memoryview:
-        value = self._planner.resolve_data(item)
-        if not isinstance(value, io.BytesIO):
-            raise UnsupportedValueError(
-                f"can't save {item.index.fqn!r}: it was planned as an object, but the planner gave a "
-                f"{type(value).__name__} and no io.BytesIO"
-            )
-        data = value.getbuffer()
-        # What starts otherwise was not made by torch.save: the planner's own bytes, which its load planner decodes.
-        if self._checks_objects and bytes(data[:2]) in (b"PK", b"\x80\x02"):
-            check_storable_object(data, item.index.fqn)
-        return data
-
-
 class _Progress:
     """Tells an fsspec callback. Called by one thread at a time."""
 
@@ -455,18 +403,11 @@ class _Progress:
                 self._callback.relative_update(size_bytes)
 
 
-def _hands_out_references(planner: SavePlanner) -> bool:
-    """True for planners known to hand out the state's own tensors; then asking early costs no memory."""
-    kind = type(planner)
-    known: Any = DefaultSavePlanner
-    if not isinstance(planner, known):
-        return bool(getattr(planner, "hands_out_references", False))
-    names = ("resolve_data", "lookup_object", "transform_object")
-    return all(getattr(kind, name) is getattr(known, name) for name in names)
-
-
 def _result(item: WriteItem, info: EntryInfo) -> WriteResult:
-    return WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
+    # Not by the constructor, which takes three times as long: the class is frozen.
+    result = WriteResult.__new__(WriteResult)
+    result.__dict__.update(index=item.index, size_in_bytes=info.length, storage_data=info)
+    return result
 
 
 def _files_of(results: list[list[WriteResult]]) -> set[str]:
