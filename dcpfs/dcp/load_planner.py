@@ -26,8 +26,8 @@ from dcpfs.config import CastPolicy, Trust
 from dcpfs.dcp.flatten import Structure, flatten
 from dcpfs.dcp.matching import describe_mismatch, key_mismatch_error
 from dcpfs.dcp.places import put_value
-from dcpfs.torch_private import flatten_sharded_tensors
 from dcpfs.format.entries import decode_object
+from dcpfs.torch_private import flatten_sharded_tensors
 
 __all__ = ["LoadPlanner"]
 

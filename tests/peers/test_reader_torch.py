@@ -571,6 +571,11 @@ class _Rot(StreamTransformExtension):
                 output.write(bytes((byte + 1) % 256 for byte in bytes(data)))
                 return len(bytes(data))
 
+            def close(self) -> None:
+                if not self.closed:
+                    output.close()
+                super().close()
+
         return Writer()
 
     def transform_from(self, source: io.IOBase) -> io.BytesIO:  # type: ignore[override]  # torch wants IO[bytes]
