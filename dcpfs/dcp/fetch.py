@@ -35,7 +35,7 @@ from dcpfs.dcp.foreign import (
     parse_header,
 )
 from dcpfs.dcp.guess import GuessedEntry, guess_frame
-from dcpfs.dcp.host_memory import tensor_bytes
+from dcpfs.dcp.host_memory import resident_bytes, tensor_bytes
 from dcpfs.dcp.landing import (
     BlockLanding,
     EntryLanding,
@@ -69,6 +69,8 @@ _PAUSED_READ_BYTES = 4 << 30
 """A load up to this size takes seconds: garbage collection, which would walk all its records, waits for its end."""
 _WHOLE_ENTRY_BYTES = 1 * _MIB
 """Another writer's entry up to this size is read whole; a header request costs a round trip, as long as 1.6 MB."""
+
+_make_segment = functools.partial(tuple.__new__, Segment)
 
 
 class Fetch:
@@ -212,18 +214,18 @@ class Fetch:
 
     def _place_want(self, want: TensorWant, limits: RequestLimits) -> None:
         key, dtype, sizes, location, _, lengths, target = want
-        base = location.offset_bytes + location.payload_offset_bytes
-        whole = lengths == sizes
-        if whole and is_plain_memory(target, dtype):
-            view = tensor_bytes(target)
-            size_bytes = len(view)
-            if size_bytes == 0:
-                return
-            expected = location.crc32 if self._context.verify else -1
-            landing = MemoryLanding(self._context, key, location.file, view, target, expected)
-            self._add(location.file, base, base + size_bytes, landing, 0)
+        file, offset_bytes, _, payload_offset_bytes, crc, _ = location
+        base = offset_bytes + payload_offset_bytes
+        view = resident_bytes(target) if lengths == sizes and target.dtype is dtype else None
+        if view is None:
+            self._place_box(want, base, limits)
             return
-        self._place_box(want, base, limits)
+        size_bytes = len(view)
+        if size_bytes == 0:
+            return
+        context = self._context
+        landing = MemoryLanding(context, key, file, view, target, crc if context.verify else -1)
+        self._add(file, base, base + size_bytes, landing, 0)
 
     def _place_box(
         self,
@@ -268,7 +270,7 @@ class Fetch:
         segments = self._segments.get(file)
         if segments is None:
             segments = self._segments[file] = []
-        segments.append(Segment(start, stop, landing, position))
+        segments.append(_make_segment((start, stop, landing, position)))
 
     # --- other writers' entries -----------------------------------------------------------------------------------
 
