@@ -98,7 +98,7 @@ class ItemValues:
                 f"can't save {item.index.fqn!r}: it was planned as an object, but the planner gave a "
                 f"{type(value).__name__} and no io.BytesIO"
             )
-        data = value.getbuffer()
+        data = memoryview(value.getvalue())  # no copy; a kept getbuffer() makes Python 3.13 complain
         # What starts otherwise was not made by torch.save: the planner's own bytes, which its load planner decodes.
         if self._checks_objects and bytes(data[:2]) in (b"PK", b"\x80\x02"):
             check_storable_object(data, item.index.fqn)
