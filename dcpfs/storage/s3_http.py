@@ -16,11 +16,8 @@ head is read → on a clean end keeps the connection, else closes it.
 from __future__ import annotations
 
 import http.client
-import select
 import socket
 import ssl
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,16 +26,14 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, urlsplit
 
 from dcpfs.errors import ConfigError
+from dcpfs.storage.s3_sockets import BodyResponse, is_readable, read_body, send_buffers
 
 __all__ = ["HttpPool", "HttpRequest", "Proxy", "Scatter"]
 
-_MIB = 1 << 20
-_SLICE_BYTES = 1 * _MIB
-"""Largest ``sendall`` where Python bounds the whole call by the time-out: a bigger one would fail on a slow link."""
-_GATHER_BUFFERS = 512
-"""Below every system's IOV_MAX (1024 on Linux)."""
 _IDLE_SECONDS = 60.0
 """Idle connections older than this are not reused: balancers drop them without a word after minutes."""
+_IDLE_CONNECTIONS = 64
+"""So many idle connections are kept at most."""
 _DISCARD_BYTES = 64 << 10
 """A rest of a response up to this size is read to keep the connection; a longer one costs more than a new one."""
 
@@ -146,11 +141,19 @@ class HttpPool:
         return self._connect(origin, parts)
 
     def _give(self, origin: str, connection: http.client.HTTPConnection) -> None:
+        now_seconds = time.monotonic()
+        excess = [connection]
         with self._lock:
             if not self._closed:
-                self._idle.setdefault(origin, []).append((connection, time.monotonic()))
-                return
-        connection.close()
+                group = self._idle.setdefault(origin, [])
+                group.append((connection, now_seconds))
+                # The one unused for longest comes first.
+                stale = sum(now_seconds - since_seconds >= _IDLE_SECONDS for _, since_seconds in group)
+                stale = max(stale, len(group) - _IDLE_CONNECTIONS)
+                excess = [one for one, _ in group[:stale]]
+                del group[:stale]
+        for one in excess:
+            one.close()
 
     def _route(self, origin: str, url: str) -> Proxy | None:
         with self._lock:
@@ -178,6 +181,7 @@ class HttpPool:
                 connection.set_tunnel(host, port, headers=dict(proxy.headers))
         else:
             connection = http.client.HTTPConnection(*address, timeout=timeout_seconds)
+        connection.response_class = BodyResponse
         try:
             connection.connect()
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -216,10 +220,10 @@ class HttpPool:
             connection.putheader("Content-Length", str(sum(map(len, buffers))))
         connection.endheaders()
         try:
-            _send_buffers(connection.sock, buffers)
+            send_buffers(connection.sock, buffers)
         except (BrokenPipeError, ConnectionResetError):
             # The server may have answered (e.g. SlowDown) and closed before it read the body.
-            if not _wait_readable(connection.sock, 0.0):
+            if not is_readable(connection.sock):
                 raise
 
     @staticmethod
@@ -253,88 +257,19 @@ class Scatter:
     def fill(self, response: http.client.HTTPResponse) -> None:
         """Read a response's body until there is no more room, or no more body."""
         skip_bytes = self.done_bytes
+        left: list[memoryview] = []
         for buffer in self._buffers:
             if skip_bytes >= len(buffer):
                 skip_bytes -= len(buffer)
                 continue
-            view = buffer[skip_bytes:] if skip_bytes else buffer
+            left.append(buffer[skip_bytes:] if skip_bytes else buffer)
             skip_bytes = 0
-            while len(view):
-                count = response.readinto(view)
-                if not count:
-                    return
-                self.done_bytes += count
-                view = view[count:]
+        read_body(response, left, self._count)
+
+    def _count(self, size_bytes: int) -> None:
+        self.done_bytes += size_bytes
 
 
 def _is_silent(connection: http.client.HTTPConnection) -> bool:
     """Nothing to read on an idle connection: the server has neither closed it nor said anything unasked."""
-    return not _wait_readable(connection.sock, 0.0)
-
-
-def _wait_readable(sock: socket.socket, timeout_seconds: float) -> bool:
-    try:
-        poll = select.poll()
-        poll.register(sock, select.POLLIN)
-        return bool(poll.poll(timeout_seconds * 1000))
-    except (OSError, ValueError):
-        return True
-
-
-@contextmanager
-def _timed_by_kernel(sock: socket.socket) -> Iterator[int]:
-    """Have the kernel time sends out instead of Python. Yields the largest slice to send at once.
-
-    A blocking ``send`` takes a whole part in one system call. With a time-out of its own, Python polls before each
-    of many small ones and counts the time of all of them together: a tenth more CPU. TLS keeps to that.
-    """
-    timeout_seconds = sock.gettimeout()
-    if timeout_seconds is None or isinstance(sock, ssl.SSLSocket) or sys.platform not in ("linux", "darwin"):
-        yield _SLICE_BYTES
-        return
-    whole, part = divmod(timeout_seconds, 1.0)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(whole), max(1, int(part * 1e6))))
-    sock.settimeout(None)
-    try:
-        yield sys.maxsize
-    except BlockingIOError:
-        raise TimeoutError("timed out") from None
-    finally:
-        sock.settimeout(timeout_seconds)
-
-
-def _send_buffers(sock: socket.socket, buffers: Sequence[memoryview]) -> None:
-    """Send all buffers: large ones straight from their memory, runs of small ones gathered."""
-    if not buffers:
-        return
-    with _timed_by_kernel(sock) as slice_bytes:
-        batch: list[memoryview] = []
-        batch_bytes = 0
-        for buffer in buffers:
-            if batch and (batch_bytes + len(buffer) > _SLICE_BYTES or len(batch) == _GATHER_BUFFERS):
-                _send_batch(sock, batch)
-                batch, batch_bytes = [], 0
-            if len(buffer) < _SLICE_BYTES:
-                batch.append(buffer)
-                batch_bytes += len(buffer)
-                continue
-            for start in range(0, len(buffer), slice_bytes):
-                sock.sendall(buffer[start : start + slice_bytes])
-        if batch:
-            _send_batch(sock, batch)
-
-
-def _send_batch(sock: socket.socket, batch: list[memoryview]) -> None:
-    if len(batch) == 1:
-        sock.sendall(batch[0])
-    elif isinstance(sock, ssl.SSLSocket):
-        # TLS copies anyway; one record for several buffers saves the overhead of each.
-        sock.sendall(b"".join(batch))
-    else:
-        sent_bytes = sock.sendmsg(batch)
-        for buffer in batch:
-            if sent_bytes >= len(buffer):
-                sent_bytes -= len(buffer)
-                continue
-            sock.sendall(buffer[sent_bytes:])
-            sent_bytes = 0
+    return not is_readable(connection.sock)

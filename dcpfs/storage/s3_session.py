@@ -5,13 +5,14 @@ SSO, instance credentials that renew themselves, endpoint rules, path or host st
 and botocore know it, and users have configured it there. But s3fs instances are cached with their old tokens, list
 from caches, retry on their own, and break in a forked child.
 
-Way taken: one client, built by s3fs from the options an s3fs user gives and never shared, on fsspec's event loop.
-Its operations are called directly, each once: retries belong to `dcpfs.storage.retrying`. A client whose
-credentials expired is replaced as a whole. In a forked child everything is built anew, since neither the loop's
-thread nor the sockets exist there.
+Way taken: one client, built by s3fs from the options an s3fs user gives, on fsspec's event loop, used by nobody
+else and kept for a later store (`dcpfs.storage.s3_clients`). Its operations are called directly, each once: retries
+belong to `dcpfs.storage.retrying`. A client whose credentials expired is replaced as a whole. In a forked child
+everything is built anew, since neither the loop's thread nor the sockets exist there.
 
-Flow: `S3Session.call` for what is small; `S3Session.client` for `dcpfs.storage.s3_signing`, and
-`S3Session.pool` for `dcpfs.storage.s3_transfer`, which move what is large.
+Flow: `S3Session.call` for what is small, prepared and understood by botocore and sent over the same connections
+(`dcpfs.storage.s3_relay`); `S3Session.client` for `dcpfs.storage.s3_signing`, and `S3Session.pool` for
+`dcpfs.storage.s3_transfer`, which move what is large.
 """
 
 from __future__ import annotations
@@ -22,19 +23,18 @@ import os
 import re
 import ssl
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from dcpfs.config import RetryConfig
 from dcpfs.errors import ConfigError
 from dcpfs.storage.location import Location
+from dcpfs.storage.s3_clients import CLIENTS, S3Client, client_key, close_client, run_on_loop
 from dcpfs.storage.s3_http import HttpPool, Proxy
 from dcpfs.storage.s3_redirects import refuse_other_domains, without_redirects
+from dcpfs.storage.s3_relay import Relay, send_by_caller
 
-__all__ = ["S3Client", "S3Session", "run_on_loop", "split_bucket"]
-
-T = TypeVar("T")
+__all__ = ["S3Session", "split_bucket"]
 
 _BUCKET_ARN = re.compile(
     r"(arn:aws[^:/]*:s3-outposts:[^:/]*:\d{12}:outpost[/:][^/:]+[/:](?:bucket|accesspoint)[/:][^/:]+"
@@ -52,25 +52,6 @@ def split_bucket(path: str) -> tuple[str, str]:
     return bucket, key
 
 
-@dataclass(slots=True)
-class S3Client:
-    """One client and what belongs to it. A new one is made after a fork and when credentials expire.
-
-    Attributes:
-        client: The aiobotocore client.
-        loop: Where its coroutines run.
-        pid: The process in which it works.
-        pool: Blocking connections with the same time-outs, trust and proxies.
-        filesystem: The s3fs filesystem that made the client; as long as it lives, the client does.
-    """
-
-    client: Any
-    loop: asyncio.AbstractEventLoop
-    pid: int
-    pool: HttpPool
-    filesystem: Any
-
-
 class S3Session:
     """An S3 client for the bucket of a location. Thread-safe; usable again in a forked child.
 
@@ -86,6 +67,8 @@ class S3Session:
         self._retry = retry
         self._connections = connections
         self._current: S3Client | None = None
+        self._key: str | None = None
+        self._trusted = True
         self._generation = 0
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -125,10 +108,10 @@ class S3Session:
         current = self._open()
         arguments = self.arguments(operation, parameters)
 
-        async def run() -> dict[str, object]:
+        async def work() -> dict[str, object]:
             return cast("dict[str, object]", await getattr(current.client, operation)(**arguments))
 
-        return run_on_loop(current.loop, run())
+        return Relay(current.loop, current.pool).run(work())
 
     def call_each(
         self, operation: str, each: Sequence[Mapping[str, object]], *, concurrency: int
@@ -164,16 +147,26 @@ class S3Session:
         with self._lock:
             self._generation += 1
 
+    def note_bucket(self) -> None:
+        """Remember, as long as the client lives, that the bucket exists."""
+        current = self._current
+        if current is not None:
+            current.bucket_seen = True
+
+    def distrust(self) -> None:
+        """Have the client closed with this session, not kept: something went wrong, and it may have to do with it."""
+        self._trusted = False
+
     def close(self) -> None:
-        """Close all connections. Idempotent."""
+        """Leave the client to a later session, or close it. Idempotent."""
         with self._lock:
             self._closed = True
             stale, self._retired = self._retired, []
-            if self._current is not None:
-                stale.append(self._current)
-                self._current = None
+            current, self._current = self._current, None
         for client in stale:
-            _dispose(client)
+            close_client(client)
+        if current is not None:
+            CLIENTS.keep(self._key if self._trusted else None, current)
 
     # -- the client
 
@@ -194,7 +187,9 @@ class S3Session:
             if self._closed:
                 raise ConfigError(f"The store of {self._location} is closed; open a new one")
             if self._current is None:
-                self._current = self._build()
+                self._key = self._client_key()
+                kept = CLIENTS.take(self._key) if not self._retired else None
+                self._current = kept or self._build()
             return self._current
 
     def _after_fork(self) -> threading.Lock:
@@ -207,6 +202,11 @@ class S3Session:
             self._retired.append(self._current)
             self._current = None
         return self._lock
+
+    def _client_key(self) -> str | None:
+        retry = self._retry
+        timeouts = (retry.connect_timeout_seconds, retry.read_timeout_seconds)
+        return client_key(self.bucket, self._location.storage_options, *timeouts, self._connections)
 
     def _build(self) -> S3Client:
         from s3fs import S3FileSystem
@@ -229,6 +229,7 @@ class S3Session:
         client = run_on_loop(loop, connect())
         # First in line, before a handler that takes the request for itself.
         client.meta.events.register_first("before-send.s3", refuse_other_domains(client.meta.endpoint_url))
+        client.meta.events.register("before-send.s3", send_by_caller)
         return S3Client(client, loop, os.getpid(), self._pool(client, filesystem), filesystem)
 
     def _config_defaults(self, given: Mapping[str, object]) -> dict[str, object]:
@@ -304,24 +305,3 @@ def _input_members(client: Any, operation: str) -> frozenset[str]:
     name = client.meta.method_to_api_mapping[operation]
     shape = client.meta.service_model.operation_model(name).input_shape
     return frozenset(shape.members)
-
-
-def run_on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, T]) -> T:
-    """Run a coroutine on fsspec's loop from another thread."""
-    future = asyncio.run_coroutine_threadsafe(work, loop)
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()
-        raise
-
-
-def _dispose(stale: S3Client) -> None:
-    stale.pool.close()
-    if stale.pid != os.getpid() or not stale.loop.is_running():
-        return
-
-    async def close() -> None:
-        await stale.client.close()
-
-    run_on_loop(stale.loop, close())

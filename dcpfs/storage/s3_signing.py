@@ -30,8 +30,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+from dcpfs.storage.s3_clients import S3Client, run_on_loop
 from dcpfs.storage.s3_http import HttpRequest
-from dcpfs.storage.s3_session import S3Client, S3Session, run_on_loop
+from dcpfs.storage.s3_session import S3Session
 
 __all__ = ["PartTemplate", "S3Signer"]
 

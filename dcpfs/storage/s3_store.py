@@ -15,7 +15,7 @@ Way taken, by module:
 
 Names are literal. Nothing is cached, nothing is renamed, no bucket is made, and only the configured endpoint is
 spoken to. A 404 doesn't say whether object or bucket is missing when it answers a HEAD: then the bucket is asked
-for, once in a store's life.
+for, once in a client's life.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import datetime as dt
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from http.client import HTTPException
 from typing import TypeVar, cast
 
 from dcpfs.config import RetryConfig, TransferConfig
@@ -79,7 +80,7 @@ class S3Store:
         self._transfer = S3Transfer(self._session, S3Signer(self._session))
         self._policy = RetryPolicy(self._retry_config)
         self._prefix = f"{self._session.prefix}/" if self._session.prefix else ""
-        self._bucket_seen = False
+        self._bucket_asked = False
         self._conditional = True
         self._bulk_delete = True
 
@@ -167,6 +168,8 @@ class S3Store:
     def put(self, path: str, buffers: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
         """Write an object in one request, and have the store confirm its size.
 
+        By a HEAD, although an ETag that is an MD5 sum would say more: a store can keep less than it answered for.
+
         With ``if_absent`` the store itself refuses a second one, where it knows the condition.
         """
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
@@ -232,15 +235,22 @@ class S3Store:
             )
         except BucketNotFoundError:
             raise
-        except (ObjectNotFoundError, PermissionDeniedError):
+        except (ObjectNotFoundError, PermissionDeniedError) as failure:
+            if isinstance(failure, PermissionDeniedError):
+                self._session.distrust()
             # Some stores deny a write to a bucket that does not exist, since it would be made.
             self._require_bucket(verb, target)
             raise
-        self._bucket_seen = True
+        except (ObjectExistsError, UnsupportedOperationError):
+            raise
+        except BaseException:
+            self._session.distrust()
+            raise
+        self._session.note_bucket()
         return result
 
     def _require_bucket(self, verb: str, target: str) -> None:
-        if self._bucket_seen:
+        if self._bucket_asked or self._session.client.bucket_seen:
             return
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -252,9 +262,11 @@ class S3Store:
                     f"Can't {verb} {target}: bucket {self._session.bucket!r} does not exist; create it or correct "
                     "the URL; dcpfs creates no buckets"
                 ) from None
-        except BotoCoreError as failure:
+        except (BotoCoreError, HTTPException, OSError) as failure:
             logger.debug("No answer about the bucket: %s", type(failure).__name__)
-        self._bucket_seen = True
+        else:
+            self._session.note_bucket()
+        self._bucket_asked = True
 
     def _pages(self, prefix: str, parameters: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
         arguments = {"Prefix": self._directory(prefix), **parameters}

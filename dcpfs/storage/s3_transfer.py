@@ -242,7 +242,7 @@ class S3Transfer:
                 self._lessons += 1
                 try:
                     self._session.call("head_bucket")
-                except (BotoCoreError, ClientError) as failure:
+                except (BotoCoreError, ClientError, http.client.HTTPException, OSError) as failure:
                     logger.debug("Asking for the bucket's region failed: %s", type(failure).__name__)
                 self._session.outdate()
         retried = StorageError(f"{error.code or error.status_code}: the bucket is in another region")

@@ -93,6 +93,8 @@ def module_server() -> Iterator[ScriptedS3Server]:
 def server(module_server: ScriptedS3Server, caplog: pytest.LogCaptureFixture) -> Iterator[ScriptedS3Server]:
     caplog.set_level(logging.DEBUG, logger="dcpfs")
     module_server.reset()
+    assert what_is_found(module_server) == "none"  # whoever looks first also asks for the bucket, and later ones don't
+    module_server.forget()
     with LoopbackOnly() as guard:
         yield module_server
     assert guard.foreign == []
