@@ -16,6 +16,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -94,6 +95,12 @@ def match_state(
             elif isinstance(leaf, torch.Tensor):
                 match.mismatched[key] = "a tensor in the state, an empty container in the checkpoint"
             continue
+        if isinstance(leaf, torch.Tensor) and type(leaf) in _PLAIN and isinstance(record, TensorRecord):
+            want = _plain_want(key, leaf, record)
+            if want is not None:
+                loaded.append(key)
+                wants.append(want)
+                continue
         if isinstance(record, BytesRecord):
             if isinstance(leaf, torch.Tensor):
                 match.mismatched[key] = "a tensor in the state, another kind of value in the checkpoint"
@@ -111,6 +118,25 @@ def match_state(
     if len(loaded) + len(match.mismatched) < len(records):
         match.unexpected = [key for key in records if key not in leaves]
     return match
+
+
+def _plain_want(key: str, leaf: torch.Tensor, record: TensorRecord) -> TensorWant | None:
+    """The one want of a plain row-major tensor that fits a tensor stored whole; None: look more closely.
+
+    The same as what follows, for nearly all tensors, in a third of the time.
+    """
+    dtype, shape, chunks = record
+    if leaf.dtype is not dtype or leaf.shape != shape or len(chunks) != 1:
+        return None
+    offsets, sizes, location = chunks[0]
+    if sizes != shape or leaf.layout is not torch.strided or leaf.is_meta or not leaf.is_contiguous():
+        return None
+    if torch_private.global_shape(leaf) is not None:
+        return None
+    return _make_want((key, dtype, shape, location, offsets, shape, leaf.detach() if leaf.requires_grad else leaf))
+
+
+_make_want = partial(tuple.__new__, TensorWant)
 
 
 def describe_mismatch(leaf: object, dtype: torch.dtype, shape: tuple[int, ...], allow_cast: CastPolicy) -> str | None:
