@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?=
+# Test processes; each starts its own servers.
+JOBS ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test lint format typecheck bench setup clean
+.PHONY: demo test nightly lint format typecheck bench setup clean
 
 setup: $(STAMP)
 
@@ -25,7 +27,10 @@ demo: $(STAMP)
 	$(BIN)/dcpfs demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not nightly" $(PYTEST_ARGS)
+
+nightly: $(STAMP)
+	$(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
