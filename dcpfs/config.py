@@ -116,7 +116,8 @@ class TransferConfig(_Frozen):
     """Ranges nearer than this are read as one: at 80 MB/s a 20 ms request costs as much as 1.6 MB, a gap of 64 KiB
     keeps the bytes moved within 1 % of those needed for typical states."""
     file_bytes: Annotated[int, Field(ge=1 * _MIB)] | None = None
-    """A rank's data is split into files of about this size. None: one file per rank, written in parallel parts."""
+    """A rank's data is split into files of about this size, local ones into no more than a quarter of the files that
+    the process may have open. None: one file per rank, written in parallel parts."""
     durability: Durability = Durability.FSYNC
     direct_io: DirectIO = DirectIO.AUTO
 

@@ -48,6 +48,9 @@ STRUCTURE_ATTRIBUTE = "dcpfs_structure"
 KeyPath = tuple[str | int, ...]
 """Path as torch notes it: text for mapping keys, int for list positions."""
 
+_MOST_POSITIONS = 1 << 24
+"""List positions of one state, those without a leaf included: what more a metadata names is an attack on memory."""
+
 _NEVER_CONTAINERS = frozenset({int, float, str, bool, bytes, complex, type(None)})
 _FACTORIES: dict[str, Callable[[], object]] = {
     kind.__name__: kind for kind in (int, float, str, bool, bytes, list, dict, set, tuple)
@@ -168,6 +171,7 @@ def unflatten(leaves: Mapping[str, object], structure: Structure) -> dict[object
         CorruptCheckpointError: The paths contradict each other, e.g. one path is both a value and a mapping.
     """
     root: dict[object, object] = {}
+    _check_positions([*(structure.paths[fqn] for fqn in leaves if fqn in structure.paths), *structure.containers])
     for fqn, value in leaves.items():
         _place(root, structure.paths.get(fqn, (fqn,)), value)
     for path, container in structure.containers.items():
@@ -361,8 +365,22 @@ def _kind_of(mapping: Mapping[str, object]) -> tuple[ContainerKind, str | None]:
 # --- rebuilding
 
 
+def _check_positions(paths: Iterable[KeyPath]) -> None:
+    lengths: dict[KeyPath, int] = {}
+    for path in paths:
+        for depth, key in enumerate(path):
+            if isinstance(key, int):
+                where = path[:depth]
+                lengths[where] = max(lengths.get(where, 0), key + 1)
+    if sum(lengths.values()) > _MOST_POSITIONS:
+        where = max(lengths, key=lengths.__getitem__)
+        raise CorruptCheckpointError(f"the checkpoint's paths name {lengths[where]} positions of a list at {where}")
+
+
 def _place(root: dict[object, object], path: KeyPath, value: object) -> None:
     container: dict[object, object] | list[object] = root
+    if not path:
+        raise CorruptCheckpointError("the checkpoint's paths are damaged: one is empty")
     for key, following in itertools.pairwise(path):
         found = _child(container, key)
         if found is None:

@@ -34,9 +34,9 @@ from dcpfs.dcp.matching import Match, key_mismatch_error, match_state, wants_of_
 from dcpfs.dcp.places import find_container, put_value
 from dcpfs.dcp.replicas import BoxId, box_id, exchange, share_plan
 from dcpfs.dcp.source import CheckpointSource
-from dcpfs.errors import ConfigError
+from dcpfs.errors import ConfigError, CorruptCheckpointError
 from dcpfs.format.collector import paused_collector
-from dcpfs.format.index import BytesRecord, CheckpointIndex
+from dcpfs.format.index import BytesRecord, CheckpointIndex, TensorRecord
 from dcpfs.ranks import Ranks, portable_error
 from dcpfs.storage.location import Location
 
@@ -401,6 +401,7 @@ def read(
                 leaves[key] = None
                 fetch.add_object(key, record.location)
                 continue
+            _check_plausible(key, record, source.url)
             tensor = torch.empty(record.shape, dtype=record.dtype)
             leaves[key] = tensor
             for want in wants_of_box(key, record, (0,) * len(record.shape), record.shape, tensor):
@@ -422,6 +423,24 @@ def read(
         totals.requests,
     )
     return cast("dict[str, object]", state)
+
+
+def _check_plausible(key: str, record: TensorRecord, url: str) -> None:
+    """Return when the entries of a tensor can hold it, so that no memory is asked for what isn't there.
+
+    Raises:
+        CorruptCheckpointError: They can't.
+    """
+    needed_bytes = math.prod(record.shape) * record.dtype.itemsize
+    if any(chunk.location.transforms for chunk in record.chunks):
+        return  # compressed: what is stored is smaller
+    stored_bytes = sum(chunk.location.length_bytes for chunk in record.chunks)
+    if stored_bytes < needed_bytes:
+        raise CorruptCheckpointError(
+            f"loading key {key!r} from {url}: the metadata promises {needed_bytes} bytes and lists entries of "
+            f"{stored_bytes}; it is damaged, so load another checkpoint",
+            key=key,
+        )
 
 
 def _choose(keys: Iterable[str] | str, index: CheckpointIndex, url: str) -> list[str]:

@@ -35,6 +35,7 @@ __all__ = [
     "key_mismatch_error",
     "local_boxes",
     "match_state",
+    "no_data_error",
     "overlaps_itself",
     "wants_of_box",
 ]
@@ -217,11 +218,16 @@ def wants_of_box(
             part = target[tuple(slice(o, o + n) for o, n in zip(in_box, lengths, strict=True))]
         yield TensorWant(key, record.dtype, chunk.sizes, chunk.location, in_chunk, lengths, part)
     if missing:
-        raise CorruptCheckpointError(
-            f"the checkpoint's metadata lists no data for {missing} elements of key {key!r}: it is damaged, or it "
-            f"belongs to a save that did not finish",
-            key=key,
-        )
+        raise no_data_error(key, missing)
+
+
+def no_data_error(key: str, elements: int) -> CorruptCheckpointError:
+    """The metadata lists a tensor, and no chunk for some of its elements."""
+    return CorruptCheckpointError(
+        f"the checkpoint's metadata lists no data for {elements} elements of key {key!r}: it is damaged, or it belongs "
+        "to a save that did not finish",
+        key=key,
+    )
 
 
 def _near_chunks(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import time
 import uuid
@@ -33,7 +34,7 @@ from dcpfs.dcp.casting import allows_cast
 from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.load_planner import LoadPlanner as CheckedLoadPlanner
-from dcpfs.dcp.matching import OVERLAPPING, key_mismatch_error, overlaps_itself
+from dcpfs.dcp.matching import OVERLAPPING, key_mismatch_error, local_boxes, no_data_error, overlaps_itself
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DcpfsError
 from dcpfs.format.collector import paused_collector
@@ -224,6 +225,7 @@ class FsspecStorageReader(StorageReader):
         lookup = _ChunkLookup(index)
         tensors: list[tuple[ReadItem, torch.Tensor]] = []
         mismatched: dict[str, str] = {}
+        planned: dict[str, int] = {}
         policy = getattr(planner, "allow_cast", CastPolicy.NEVER)
         for item in plan.items:
             key = item.storage_index.fqn
@@ -238,9 +240,11 @@ class FsspecStorageReader(StorageReader):
                 continue
             tensors.append((item, target))
             offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+            planned[item.dest_index.fqn] = planned.get(item.dest_index.fqn, 0) + math.prod(lengths)
             fetch.add_tensor(TensorWant(key, record.dtype, chunk.sizes, chunk.location, offsets, lengths, target))
         if mismatched:
             raise key_mismatch_error(self._source.url, mismatched=mismatched)
+        _check_planned(planner, index, planned)
         return fetch, tensors
 
     def _load_bytes(self, item: ReadItem, data: bytes, planner: LoadPlanner) -> None:
@@ -281,6 +285,27 @@ class _ChunkLookup:
         if found is None:
             raise _unknown(index)
         return record, found
+
+
+def _check_planned(planner: LoadPlanner, index: CheckpointIndex, planned: Mapping[str, int]) -> None:
+    """Return when the plan fills all targets: torch plans nothing, in silence, where metadata lists no chunk.
+
+    Raises:
+        CorruptCheckpointError: It does not.
+    """
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(state, Mapping):
+        return
+    untouched = getattr(planner, "mismatched", ())
+    for key, leaf in state.items():
+        record = index.records.get(key)
+        if not isinstance(record, TensorRecord) or not isinstance(leaf, torch.Tensor) or key in untouched:
+            continue
+        if sum(math.prod(chunk.sizes) for chunk in record.chunks) >= math.prod(record.shape):
+            continue
+        missing = sum(math.prod(sizes) for _, sizes, _ in local_boxes(key, leaf)) - planned.get(key, 0)
+        if missing > 0:
+            raise no_data_error(key, missing)
 
 
 def _unknown(index: MetadataIndex) -> CorruptCheckpointError:

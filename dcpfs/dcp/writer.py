@@ -49,6 +49,7 @@ from dcpfs.dcp.predecessor import delete_leftovers, refuse_existing, withdraw_ex
 from dcpfs.dcp.transfer import ByteBudget
 from dcpfs.dcp.transformed import upload_transformed
 from dcpfs.dcp.upload import Uploader, UploadReport
+from dcpfs.errors import CheckpointExistsError, ObjectExistsError
 from dcpfs.format.collector import paused_collector
 from dcpfs.format.metadata import encode_metadata
 from dcpfs.format.names import METADATA_NAME, data_file_name, rank_metadata_name
@@ -233,12 +234,19 @@ class FsspecStorageWriter(StorageWriter):
 
         Raises:
             IncompleteCheckpointError: A planned item has no result; nothing is published.
+            CheckpointExistsError: Without ``overwrite``, and another save has published there since this one began.
         """
         store = self._open()
         name = METADATA_NAME if self._use_collectives else rank_metadata_name(self._rank)
         try:
             try:
                 entries = self._publish(store, name, metadata, results)
+            except ObjectExistsError as error:  # and it vouches for files of these very names: nothing is deleted
+                raise CheckpointExistsError(
+                    f"can't publish the checkpoint at {self._location.redacted}: another save to this URL "
+                    f"published {name} while this one ran, and both wrote files of the same names; delete that checkpoint "
+                    "and save again, each save to a URL of its own"
+                ) from error
             except BaseException as error:
                 _undo(store, name, results, error)
                 raise
@@ -358,7 +366,9 @@ class FsspecStorageWriter(StorageWriter):
         most_bytes = store.capabilities.max_object_bytes
         if most_bytes is not None and total_bytes > most_bytes:
             wish_bytes = min(wish_bytes or most_bytes, most_bytes // 2)
-        return count_files(total_bytes, len(sizes_bytes), file_bytes=wish_bytes)
+        files = count_files(total_bytes, len(sizes_bytes), file_bytes=wish_bytes)
+        # All files of a rank are published together, so they are open together.
+        return min(files, store.capabilities.max_open_sinks or files)
 
     def _publish(
         self, store: Store, name: str, metadata: Metadata, results: list[list[WriteResult]]
@@ -369,7 +379,7 @@ class FsspecStorageWriter(StorageWriter):
             metadata.storage_meta = StorageMeta(checkpoint_id=self._location.redacted, save_id=self._save_id)
             structure = getattr(metadata, STRUCTURE_ATTRIBUTE, None)
             encoded = encode_metadata(metadata, structure=structure, save_id=self._save_id, entries=entries)
-        store.put(name, [encoded])
+        store.put(name, [encoded], if_absent=not self._overwrite)
         return entries
 
     def _log_saved(self) -> None:

@@ -24,6 +24,7 @@ class Capabilities:
         atomic_put: An object appears whole or not at all, also when the writer is killed.
         remote: Requests cost a round trip, so many are kept in flight and near ranges are merged.
         max_object_bytes: Largest object, or None.
+        max_open_sinks: Most objects that may be in writing at once in this process, or None.
         copies_reads: `Store.read_into` holds the bytes of the request once more before it fills the buffers.
     """
 
@@ -35,4 +36,5 @@ class Capabilities:
     atomic_put: bool = True
     remote: bool = True
     max_object_bytes: int | None = None
+    max_open_sinks: int | None = None
     copies_reads: bool = False

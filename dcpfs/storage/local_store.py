@@ -31,6 +31,7 @@ import enum
 import errno
 import os
 import re
+import resource
 import secrets
 import stat
 import threading
@@ -62,6 +63,7 @@ _NAME_MAX_BYTES = 255
 _TEMPORARY = re.compile(r"\..*\.[0-9a-f]{16}\.dcpfs-tmp", re.DOTALL)
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EINVAL})
 _DESCRIPTORS = "/proc/self/fd"
+_MOST_OPEN_FILES = 1024
 _TRIES = 16
 """How often a directory is made again that someone else's clean-up removed."""
 
@@ -100,7 +102,9 @@ class LocalStore:
     @property
     def capabilities(self) -> Capabilities:
         """What it can do."""
-        return Capabilities(parallel_parts=True, conditional_put=True, atomic_put=True, remote=False)
+        return Capabilities(
+            parallel_parts=True, conditional_put=True, atomic_put=True, remote=False, max_open_sinks=_max_open_files()
+        )
 
     def get(self, path: str) -> bytes:
         """Read a whole (small) object."""
@@ -468,6 +472,12 @@ class LocalSink:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _max_open_files() -> int:
+    """A quarter of the descriptors that this process may have: the rest is for whatever else it does."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MOST_OPEN_FILES if limit == resource.RLIM_INFINITY else max(1, min(_MOST_OPEN_FILES, limit // 4))
 
 
 def _read_bytes(fd: int, start: int, size_bytes: int) -> bytes:

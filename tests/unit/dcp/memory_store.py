@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dcpfs.errors import ObjectNotFoundError, TransferSizeError
+from dcpfs.errors import ObjectExistsError, ObjectNotFoundError, TransferSizeError
 from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location
 from dcpfs.storage.store import Buffer, ObjectInfo, PartRange
@@ -64,8 +64,9 @@ class MemoryStore:
             start += len(buffer)
 
     def put(self, path: str, buffers: Sequence[Buffer], *, if_absent: bool = False) -> ObjectInfo:
-        assert not if_absent
         self.note("put", path)
+        if if_absent and path in self.objects:
+            raise ObjectExistsError(f"{path} exists")
         self.objects[path] = b"".join(buffers)
         return self.head(path)
 

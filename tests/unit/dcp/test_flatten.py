@@ -154,3 +154,18 @@ def test_contradicting_paths_are_corrupt() -> None:
 def test_damaged_notes_are_corrupt() -> None:
     with pytest.raises(CorruptCheckpointError):
         Structure.from_json({"containers": [[["a"], {"kind": "no such kind"}]]}, {})
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"a": ("x", 1 << 40)},
+        {"a": ()},
+        {"a": ("x", -1)},
+        {"a": ("x",), "b": ("x", "y")},
+        {f"k{n}": (f"k{n}", 1 << 23) for n in range(4)},
+    ],
+)
+def test_paths_of_a_hostile_metadata_are_refused_without_taking_memory(paths: dict[str, tuple[str | int, ...]]) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        unflatten(dict.fromkeys(paths, 1), Structure(paths))
