@@ -357,8 +357,9 @@ def _make_records(
         by_chunk[index.fqn, index.offset] = location
     records: dict[str, TensorRecord | BytesRecord] = {}
     checked: dict[torch.Size, tuple[int, ...]] = {}
-    # Planners describe tensors of one dtype and shape by the same objects, which live as long as the metadata.
+    # dcpfs's planner describes tensors of one dtype and shape by the same objects, torch's by equal ones.
     seen: dict[tuple[int, int, int], tuple[TensorRecord, int]] = {}
+    equal: dict[tuple[object, ...], tuple[TensorRecord, int]] = {}
     for key, record in state.items():
         if type(key) is not str:
             raise CorruptCheckpointError("a key is not a string")
@@ -368,12 +369,17 @@ def _make_records(
             if len(record.chunks) != 1:
                 records[key] = _make_tensor_record(key, record, by_chunk, checked)
                 continue
-            signature = (id(record.properties), id(record.size), id(record.chunks[0]))
+            chunk = record.chunks[0]
+            signature = (id(record.properties), id(record.size), id(chunk))
             known = seen.get(signature)
             if known is None:
-                made = records[key] = _make_tensor_record(key, record, by_chunk, checked)
-                seen[signature] = (made, math.prod(made.chunks[0].sizes) * made.dtype.itemsize)
-                continue
+                values = (record.properties.dtype, record.size, chunk.offsets, chunk.sizes)
+                known = equal.get(values)
+                if known is None or type(record.chunks) is not list:
+                    made = records[key] = _make_tensor_record(key, record, by_chunk, checked)
+                    equal[values] = (made, math.prod(made.chunks[0].sizes) * made.dtype.itemsize)
+                    continue
+                seen[signature] = known
             (dtype, shape, ((offsets, sizes, _),)), payload_bytes = known
             found = by_chunk.get((key, offsets))
             if found is None or 0 <= found[3] > found[2] - payload_bytes:

@@ -199,8 +199,9 @@ class _Program:
         empty = _get(2) + b")\x81"
         shared = self._shared
         add = out.append
-        # Planners describe tensors of one dtype and shape by the same objects, which live as long as the metadata.
+        # dcpfs's planner describes tensors of one dtype and shape by the same objects, torch's by equal ones.
         ready: dict[tuple[int, int, int], bytes] = {}
+        equal: dict[tuple[object, ...], bytes] = {}
         add(b"}(")
         for key, record in state.items():
             kind = type(record)
@@ -222,15 +223,35 @@ class _Program:
                 signature = (id(tensor.properties), id(tensor.size), id(chunks[0]))
                 instructions = ready.get(signature)
                 if instructions is None:
-                    add(self._tensor(tensor))
-                    ready[signature] = self._tensor(tensor)  # by now everything in it is remembered
-                else:
-                    add(instructions)
+                    values = self._values(tensor)
+                    instructions = equal.get(values)
+                    if instructions is None:
+                        add(self._tensor(tensor))
+                        equal[values] = self._tensor(tensor)  # by now everything in it is remembered
+                        continue
+                    ready[signature] = instructions
+                add(instructions)
             elif kind is BytesStorageMetadata:
                 add(empty)
             else:
                 raise _Unusual("another record")
         add(b"u")
+
+    def _values(self, tensor: TensorStorageMetadata) -> tuple[object, ...]:
+        """What a tensor of one chunk is described by."""
+        properties, chunk = tensor.properties, tensor.chunks[0]
+        if type(properties) is not TensorProperties or type(chunk) is not ChunkStorageMetadata:
+            raise _Unusual("another record")
+        return (
+            properties.dtype,
+            properties.layout,
+            properties.requires_grad,
+            properties.memory_format,
+            properties.pin_memory,
+            tensor.size,
+            chunk.offsets,
+            chunk.sizes,
+        )
 
     def _tensor(self, tensor: TensorStorageMetadata) -> bytes:
         out = [_get(1) + b")\x81}(" + _get(7) + self._properties(tensor.properties)]
