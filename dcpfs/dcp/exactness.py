@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from dcpfs.torch_private import is_wrapper
 from dcpfs.errors import UnsupportedValueError
+from dcpfs.torch_private import is_wrapper
 
 __all__ = ["check_matches", "check_storable_tensor"]
 
@@ -31,7 +31,7 @@ def check_storable_tensor(key: str, tensor: torch.Tensor) -> None:
         UnsupportedValueError: It is not; names key, kind and remedy.
     """
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta:
-        if tensor.is_quantized or tensor.is_nested:
+        if tensor.is_quantized or tensor.is_nested or (not tensor.data_ptr() and tensor.numel()):
             raise _refusal(key, tensor)
         return
     kind = _hindrance(tensor)
@@ -65,6 +65,8 @@ def _hindrance(tensor: torch.Tensor) -> str | None:
         return "it is on the meta device and has no values; materialise it first, or leave the key out"
     if tensor.is_quantized:
         return "it is quantized and has scales beside its values; save int_repr() and the scales, or dequantize()"
+    if type(tensor) in _PLAIN and _lacks_memory(tensor):
+        return "its memory has been freed (as of a sharded parameter that is not gathered); gather it first"
     if is_wrapper(tensor) or _lacks_memory(tensor):
         return (
             f"{type(tensor).__name__} wraps other tensors and has no memory of its own; save the inner tensors "

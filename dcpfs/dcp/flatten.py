@@ -112,12 +112,14 @@ class Structure:
         """Real paths of the empty mappings."""
         return [self._real(path) for path, container in self.containers.items() if container.empty]
 
-    def restricted(self, fqns: Iterable[str]) -> Structure:
-        """The same with only these leaves, and only the containers that they live in."""
+    def restricted(self, fqns: Iterable[str], empties: Iterable[KeyPath] = ()) -> Structure:
+        """The same with only these leaves and empty mappings, and only the containers that they live in."""
         paths = {fqn: self.paths.get(fqn, (fqn,)) for fqn in fqns}
         alive: set[KeyPath] = {()}
         for path in paths.values():
             alive.update(path[:end] for end in range(1, len(path)))
+        for path in empties:
+            alive.update(path[:end] for end in range(1, len(path) + 1))
         return Structure(paths, {path: note for path, note in self.containers.items() if path in alive})
 
     def to_json(self) -> object:
@@ -156,11 +158,14 @@ def flatten(state_dict: Mapping[str, object]) -> tuple[dict[str, object], Struct
 
     Raises:
         UnsupportedValueError: Two paths have the same key, or a mapping has a key that is neither text, number,
-            None, bytes nor a tuple of those.
+            None, bytes nor a tuple of those; or the nesting has no end.
     """
     leaves: dict[str, object] = {}
     structure = Structure({})
-    _visit_mapping(state_dict, (), "", leaves, structure)
+    try:
+        _visit_mapping(state_dict, (), "", leaves, structure)
+    except RecursionError as error:
+        raise UnsupportedValueError("the state is nested too deeply, or a mapping or list holds itself") from error
     return leaves, structure
 
 

@@ -392,7 +392,10 @@ def read(
     try:
         index = source.decode_index(*source.read_all_metadata())
         structure = Structure.from_json(index.structure, index.paths)
-        chosen = list(index.records) if keys is None else _choose(keys, index, source.url)
+        if keys is None:
+            chosen = list(index.records)
+        else:
+            chosen, structure = _choose(keys, index, structure, source.url)
         leaves: dict[str, object] = {}
         fetch = source.new_fetch(index)
         for key in chosen:
@@ -411,7 +414,7 @@ def read(
         source.close()
     for key in list(fetch.objects):
         leaves[key] = source.decode_object(key, fetch.objects.pop(key))
-    state = unflatten(leaves, structure if keys is None else structure.restricted(chosen))
+    state = unflatten(leaves, structure)
     totals = fetch.totals
     _logger.info(
         "read %d keys from %s in %.2f s: %d bytes, %d moved in %d requests",
@@ -443,16 +446,22 @@ def _check_plausible(key: str, record: TensorRecord, url: str) -> None:
         )
 
 
-def _choose(keys: Iterable[str] | str, index: CheckpointIndex, url: str) -> list[str]:
+def _choose(
+    keys: Iterable[str] | str, index: CheckpointIndex, structure: Structure, url: str
+) -> tuple[list[str], Structure]:
+    """The flat keys that were asked for, and the structure of these and of the empty mappings among them."""
     asked = [keys] if isinstance(keys, str) else list(keys)
+    empty = {".".join(map(str, path)): path for path, note in structure.containers.items() if note.empty and path}
     chosen: dict[str, None] = {}
     missing = []
     for name in asked:
-        found = [name] if name in index.records else [k for k in index.records if k.startswith(f"{name}.")]
+        found = [name] if name in index.records or name in empty else []
+        found = found or [key for key in (*index.records, *empty) if key.startswith(f"{name}.")]
         if not found:
             missing.append(name)
         chosen.update(dict.fromkeys(found))
     if missing:
         remedy = "ask for flat keys, or for prefixes of such that end before a dot"
         raise key_mismatch_error(url, missing=missing, known=index.records, remedy=remedy)
-    return [key for key in index.records if key in chosen]
+    leaves = [key for key in index.records if key in chosen]
+    return leaves, structure.restricted(leaves, [path for key, path in empty.items() if key in chosen])

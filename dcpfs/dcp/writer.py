@@ -51,7 +51,7 @@ from dcpfs.dcp.transformed import upload_transformed
 from dcpfs.dcp.upload import Uploader, UploadReport
 from dcpfs.errors import CheckpointExistsError, ObjectExistsError
 from dcpfs.format.collector import paused_collector
-from dcpfs.format.metadata import encode_metadata
+from dcpfs.format.metadata import INDEX_MARK, encode_metadata
 from dcpfs.format.names import METADATA_NAME, data_file_name, rank_metadata_name
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
@@ -244,8 +244,8 @@ class FsspecStorageWriter(StorageWriter):
             except ObjectExistsError as error:  # and it vouches for files of these very names: nothing is deleted
                 raise CheckpointExistsError(
                     f"can't publish the checkpoint at {self._location.redacted}: another save to this URL "
-                    f"published {name} while this one ran, and both wrote files of the same names; delete that checkpoint "
-                    "and save again, each save to a URL of its own"
+                    f"published {name} while this one ran, and both wrote files of the same names; delete that "
+                    "checkpoint and save again, each save to a URL of its own"
                 ) from error
             except BaseException as error:
                 _undo(store, name, results, error)
@@ -376,7 +376,9 @@ class FsspecStorageWriter(StorageWriter):
         with paused_collector():
             entries = account(metadata, results, where=self._location.redacted)
             metadata.version = DCP_VERSION
-            metadata.storage_meta = StorageMeta(checkpoint_id=self._location.redacted, save_id=self._save_id)
+            metadata.storage_meta = StorageMeta(
+                checkpoint_id=self._location.redacted, save_id=self._save_id, modules=[INDEX_MARK]
+            )
             structure = getattr(metadata, STRUCTURE_ATTRIBUTE, None)
             encoded = encode_metadata(metadata, structure=structure, save_id=self._save_id, entries=entries)
         store.put(name, [encoded], if_absent=not self._overwrite)

@@ -294,3 +294,13 @@ def test_local_parts_of_a_global_tensor(url: str) -> None:
     planner = dcpfs.LoadPlanner()
     dcp_load({"w": target}, storage_reader=dcpfs.FsspecStorageReader(url), planner=planner)
     assert torch.equal(target, local(whole))
+
+
+def test_a_part_is_read_with_its_empty_containers(url: str) -> None:
+    state = {"m": {"a": 1, "e": {}, 3: {"x": {}}}, "e": OrderedDict(), "other": 2}
+    dcpfs.save(state, url)
+    assert dcpfs.read(url, ["m"]) == {"m": state["m"]}
+    assert dcpfs.read(url, ["m.3"]) == {"m": {3: {"x": {}}}}
+    found = dcpfs.read(url, "e")
+    assert found == {"e": {}}
+    assert type(found["e"]) is OrderedDict

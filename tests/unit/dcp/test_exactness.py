@@ -81,3 +81,11 @@ def test_a_tensor_that_is_not_what_was_planned_is_refused() -> None:
     for dtype, shape in ((torch.float64, [2, 3]), (torch.float32, [3, 2])):
         with pytest.raises(UnsupportedValueError, match="'w'"):
             check_matches("w", torch.ones(2, 3), dtype, torch.Size(shape))
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name() -> None:
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedValueError, match=r"'layer\.w' exactly: its memory has been freed"):
+        check_storable_tensor("layer.w", tensor)
+    check_storable_tensor("empty", torch.empty(0))

@@ -169,3 +169,10 @@ def test_damaged_notes_are_corrupt() -> None:
 def test_paths_of_a_hostile_metadata_are_refused_without_taking_memory(paths: dict[str, tuple[str | int, ...]]) -> None:
     with pytest.raises(CorruptCheckpointError):
         unflatten(dict.fromkeys(paths, 1), Structure(paths))
+
+
+def test_a_state_without_end_is_refused() -> None:
+    state: dict[str, object] = {}
+    state["self"] = state
+    with pytest.raises(UnsupportedValueError, match="holds itself"):
+        flatten(state)
