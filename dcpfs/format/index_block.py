@@ -42,6 +42,7 @@ __all__ = [
     "check_chunks",
     "decode_dtype",
     "decode_layout",
+    "ends_with_index",
     "is_cut_short",
     "split_index",
 ]
@@ -138,10 +139,15 @@ def split_index(data: bytes | memoryview, *, where: str) -> IndexBlock | None:
         raise _damaged(where, f"its index makes no sense ({type(error).__name__}: {str(error)[:200]})") from error
 
 
+def ends_with_index(data: bytes | memoryview) -> bool:
+    """A trailer of this or a newer version stands at the end."""
+    return bytes(data[-len(_MAGIC) :]) == _MAGIC
+
+
 def is_cut_short(data: bytes | memoryview, pickle_bytes: int) -> bool:
     """Behind a pickle of that length stands the start of an index, though there is no trailer."""
     rest = bytes(data[pickle_bytes : pickle_bytes + len(_START)])
-    return bool(rest) and _START.startswith(rest) and bytes(data[-len(_MAGIC) :]) != _MAGIC
+    return bool(rest) and _START.startswith(rest) and not ends_with_index(data)
 
 
 def _damaged(where: str, reason: str) -> CorruptCheckpointError:

@@ -41,6 +41,7 @@ from dcpfs.format.index_block import (
     append_index,
     check_chunks,
     decode_layout,
+    ends_with_index,
     is_cut_short,
     split_index,
 )
@@ -50,6 +51,7 @@ from dcpfs.format.names import check_relative_name
 from dcpfs.torch_private import StorageInfo
 
 __all__ = [
+    "INDEX_MARK",
     "check_coverage",
     "decode_both",
     "decode_index",
@@ -60,6 +62,9 @@ __all__ = [
     "metadata_from_index",
 ]
 
+INDEX_MARK = "dcpfs.index"
+"""Among ``storage_meta.modules``: an index follows the pickle. Without it, a file that lost just its index would pass
+for another writer's, and key types would be lost in silence."""
 _LARGEST_NUMBER = 1 << 62
 _make_location = partial(tuple.__new__, EntryLocation)
 _make_record = partial(tuple.__new__, TensorRecord)
@@ -315,6 +320,8 @@ def _load_pickle(data: bytes | memoryview, trust: Trust, where: str) -> Metadata
         # torch before 2.3 wrote fewer fields; the class has their defaults.
         if name not in loaded.__dict__:
             setattr(loaded, name, None)
+    if INDEX_MARK in (getattr(loaded.storage_meta, "modules", None) or ()) and not ends_with_index(data):
+        raise CorruptCheckpointError(f"reading {where}: the file was cut short", file=".metadata")
     return loaded
 
 
