@@ -209,6 +209,7 @@ class S3Session:
         return client_key(self.bucket, self._location.storage_options, *timeouts, self._connections)
 
     def _build(self) -> S3Client:
+        from aiobotocore.session import AioSession
         from s3fs import S3FileSystem
 
         options = self._location.storage_options
@@ -219,18 +220,37 @@ class S3Session:
             cast("Mapping[str, object]", options.get("config_kwargs") or {})
         )
         options["default_cache_type"] = "none"
-        filesystem = S3FileSystem(skip_instance_cache=True, use_listings_cache=False, **options)
+        try:
+            filesystem = S3FileSystem(skip_instance_cache=True, use_listings_cache=False, **options)
+        except (TypeError, ValueError) as error:
+            raise self._refused(error) from None
+        # What s3fs does not know it hands to the session, and drops it where the user brings one.
+        unknown = filesystem.kwargs.keys() - inspect.signature(AioSession.__init__).parameters.keys()
+        if unknown:
+            raise ConfigError(
+                f"Can't open {self._location}: s3fs knows no storage_options named {', '.join(sorted(unknown))}; "
+                "correct or remove them (options of botocore's client belong in client_kwargs or config_kwargs)"
+            )
         loop = cast("asyncio.AbstractEventLoop", filesystem.loop)
 
         async def connect() -> Any:
             await filesystem.set_session()
             return await filesystem.get_s3(self.bucket)
 
-        client = run_on_loop(loop, connect())
+        try:
+            client = run_on_loop(loop, connect())
+        except TypeError as error:  # an argument that botocore does not know, or of a wrong type
+            raise self._refused(error) from None
         # First in line, before a handler that takes the request for itself.
         client.meta.events.register_first("before-send.s3", refuse_other_domains(client.meta.endpoint_url))
         client.meta.events.register("before-send.s3", send_by_caller)
         return S3Client(client, loop, os.getpid(), self._pool(client, filesystem), filesystem)
+
+    def _refused(self, error: Exception) -> ConfigError:
+        return ConfigError(
+            f"Can't open {self._location}: its storage_options are refused ({self._location.scrub(str(error))}); "
+            "correct or remove what is named"
+        )
 
     def _config_defaults(self, given: Mapping[str, object]) -> dict[str, object]:
         from aiobotocore.config import AioConfig

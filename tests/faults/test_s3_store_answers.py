@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -651,3 +652,29 @@ def test_a_refusal_before_the_body_was_read_is_understood(
     s3_server.fail("UploadPart", action, times=2)
     write_large(s3_store)
     assert s3_server.read(f"{PREFIX}/new") == LARGE
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"bogus": "hush", "other": "hush"}, "named bogus, other;"),
+        ({"client_kwargs": {"bogus": "hush"}}, "bogus"),
+        ({"config_kwargs": {"bogus": "hush"}}, "bogus"),
+        ({"max_concurrency": 0}, "max_concurrency"),
+    ],
+    ids=["unknown", "of the client", "of its config", "wrong"],
+)
+def test_an_option_that_s3fs_does_not_know_is_a_config_error(
+    s3_server: ScriptedS3Server, options: dict[str, object], named: str
+) -> None:
+    given = s3_server.storage_options
+    merged: dict[str, object] = {**given, **options}
+    kept, added = given.get("client_kwargs"), options.get("client_kwargs")
+    if isinstance(kept, dict) and isinstance(added, dict):
+        merged["client_kwargs"] = {**kept, **added}
+    store = S3Store(Location(s3_server.url("x"), merged))
+    with pytest.raises(ConfigError, match="storage_options") as caught:
+        store.get("x")
+    assert named in str(caught.value)
+    assert "hush" not in "".join(traceback.format_exception(caught.value))
+    store.close()
