@@ -8,11 +8,14 @@ storage clients read their own (AWS_*, fsspec's config files).
 from __future__ import annotations
 
 import enum
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dcpfs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "CastPolicy",
@@ -94,6 +97,21 @@ class ReplicaReads(_Choice):
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    @classmethod
+    def given(cls, value: Self | None) -> Self:
+        """What an argument of a public function was given, or the defaults for None.
+
+        Raises:
+            ConfigError: It is something else.
+        """
+        if value is None:
+            return cls()
+        if not isinstance(value, cls):
+            raise ConfigError(
+                f"a {type(value).__name__} was given that is no {cls.__name__}: give dcpfs.{cls.__name__}(...) or None"
+            )
+        return value
 
 
 class TransferConfig(_Frozen):

@@ -69,8 +69,8 @@ class CheckpointSource:
         self.location = location
         self.verify = VerifyMode(verify)
         self.trust = Trust(trust)
-        self.transfer = transfer or TransferConfig()
-        self._retry = retry or RetryConfig()
+        self.transfer = TransferConfig.given(transfer)
+        self._retry = RetryConfig.given(retry)
         self._callback = callback
         self._registry = registry
         self._store: Store | None = None

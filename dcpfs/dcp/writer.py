@@ -116,8 +116,8 @@ class FsspecStorageWriter(StorageWriter):
         super().__init__()
         self._location = Location(url, storage_options)
         self._overwrite = overwrite
-        self._transfer = transfer or TransferConfig()
-        self._retry = retry or RetryConfig()
+        self._transfer = TransferConfig.given(transfer)
+        self._retry = RetryConfig.given(retry)
         self._callback = callback
         self._extensions = tuple(extensions or ())
         self._trust = Trust(trust)
