@@ -311,7 +311,9 @@ def _load_pickle(data: bytes | memoryview, trust: Trust, where: str) -> Metadata
     else:
         loaded, length_bytes = load_metadata_pickle(data, where=where)
         if is_cut_short(data, length_bytes):
-            raise CorruptCheckpointError(f"reading {where}: the file was cut short", file=".metadata")
+            raise CorruptCheckpointError(
+                f"reading {where}: the file was cut short, or changed behind its pickle", file=".metadata"
+            )
     if not isinstance(loaded, Metadata):
         raise CorruptCheckpointError(
             f"reading {where}: it holds a {type(loaded).__qualname__}, not torch's Metadata", file=".metadata"
@@ -321,7 +323,9 @@ def _load_pickle(data: bytes | memoryview, trust: Trust, where: str) -> Metadata
         if name not in loaded.__dict__:
             setattr(loaded, name, None)
     if INDEX_MARK in (getattr(loaded.storage_meta, "modules", None) or ()) and not ends_with_index(data):
-        raise CorruptCheckpointError(f"reading {where}: the file was cut short", file=".metadata")
+        raise CorruptCheckpointError(
+            f"reading {where}: the file was cut short, or changed behind its pickle", file=".metadata"
+        )
     return loaded
 
 

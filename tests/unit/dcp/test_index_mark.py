@@ -20,7 +20,10 @@ def test_case_113_a_metadata_cut_at_the_end_of_its_pickle_is_refused(tmp_path: P
     pickle.load(stream)  # what torch reads ends here
     assert stream.tell() < len(whole)
     path.write_bytes(whole[: stream.tell()])
-    with pytest.raises(dcpfs.CorruptCheckpointError, match="cut short"):
+    with pytest.raises(dcpfs.CorruptCheckpointError, match="cut short, or changed behind its pickle"):
+        dcpfs.read(tmp_path / "step")
+    path.write_bytes(whole + b"junk")
+    with pytest.raises(dcpfs.CorruptCheckpointError, match="changed behind its pickle"):
         dcpfs.read(tmp_path / "step")
     path.write_bytes(whole)
     assert dcpfs.read(tmp_path / "step")["schedule"] == {2: 1}
