@@ -60,7 +60,10 @@ class ItemValues:
                     f"can't save {item.index.fqn!r}: its write item does not describe the tensor"
                 )
             dtype, sizes = data.properties.dtype, data.chunk.sizes
-            payload = TensorPayload(dtype, sizes)
+            try:
+                payload = TensorPayload(dtype, sizes)
+            except UnsupportedValueError as error:
+                raise UnsupportedValueError(f"can't save {item.index.fqn!r}: {error.message}") from error
             payloads.append(payload)
             if self.makes_tensors:
                 continue

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from functools import partial
 
+from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
 from dcpfs.errors import CheckpointExistsError
 from dcpfs.format.names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name, rank_metadata_name
 from dcpfs.storage.store import Store
@@ -22,20 +24,28 @@ from dcpfs.storage.store import Store
 __all__ = ["delete_leftovers", "refuse_existing", "withdraw_existing"]
 
 _logger = logging.getLogger(__name__)
+_THREADS = "dcpfs-markers"
 
 
 def refuse_existing(store: Store, markers: Collection[str]) -> None:
-    """Return when none of the markers exists.
+    """Return when none of the markers exists. A remote store is asked for all at once.
 
     Raises:
         CheckpointExistsError: One does.
     """
+    found: dict[str, bool] = {}
+    tasks = [Task(0, partial(_ask, store, name, found)) for name in markers]
+    run_tasks(tasks, concurrency=len(markers) if store.capabilities.remote else 1, budget=ByteBudget(1), name=_THREADS)
     for name in markers:
-        if store.exists(name):
+        if found[name]:
             raise CheckpointExistsError(
                 f"can't save to {store.location.redacted}: a checkpoint stands there already ({name}); "
                 "pass overwrite=True to replace it, or save to another URL"
             )
+
+
+def _ask(store: Store, name: str, found: dict[str, bool]) -> None:
+    found[name] = store.exists(name)
 
 
 def withdraw_existing(store: Store, rank: int | None) -> None:

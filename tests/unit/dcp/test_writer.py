@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import pickle
+import re
+import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import dcpfs
 from dcpfs.dcp import writer as writer_module
+from dcpfs.dcp.predecessor import refuse_existing
 from dcpfs.errors import (
     CheckpointExistsError,
     ConfigError,
@@ -283,3 +287,29 @@ def test_what_is_no_mapping_is_refused() -> None:
 def test_checkpoint_ids(bad: str) -> None:
     assert dcpfs.FsspecStorageWriter.validate_checkpoint_id("s3://b/x")
     assert not dcpfs.FsspecStorageWriter.validate_checkpoint_id(bad)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_quantized_tensor_is_refused_by_its_key(store: MemoryStore, how: str) -> None:
+    state = {"a": torch.ones(2), "layer.weight": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}
+    with pytest.raises((UnsupportedValueError, CheckpointException), match=r"layer\.weight"):
+        _save(how, state)
+    assert store.calls == []
+
+
+@pytest.mark.parametrize("taken", [None, ".metadata", "__0.metadata"])
+def test_case_106_a_remote_store_is_asked_for_all_markers_at_once(taken: str | None) -> None:
+    store = MemoryStore()
+    if taken is not None:
+        store.objects[taken] = b"old"
+    together = threading.Barrier(2, timeout=20)
+    ask = store.exists
+
+    def wait_for_the_other(path: str) -> bool:
+        together.wait()
+        return ask(path)
+
+    store.exists = wait_for_the_other  # type: ignore[method-assign]  # seen by this one store alone
+    raises = contextlib.nullcontext() if taken is None else pytest.raises(CheckpointExistsError, match=re.escape(taken))
+    with raises:
+        refuse_existing(store, (".metadata", "__0.metadata"))
