@@ -31,7 +31,7 @@ from dcpfs.dcp.delivery import FetchTotals
 from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.flatten import Structure, flatten, unflatten
 from dcpfs.dcp.matching import Match, key_mismatch_error, match_state, wants_of_box
-from dcpfs.dcp.places import find_container, put_value
+from dcpfs.dcp.places import check_place, find_container, put_value
 from dcpfs.dcp.replicas import BoxId, box_id, exchange, share_plan
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.errors import ConfigError, CorruptCheckpointError
@@ -246,6 +246,8 @@ class _Load:
         leaves, self._structure = flatten(self._template)
         self._empties = _empty_values(index)
         self._match = match_state(leaves, index, allow_cast=self.allow_cast, empties=frozenset(self._empties))
+        for key, _ in self._match.objects:
+            check_place(self._template, self._structure.real_path(key))
 
     def _raise_mismatches(
         self,
@@ -272,12 +274,9 @@ class _Load:
         shares, own = [], cast("dict[BoxId, TensorWant]", {})
         wants = self._match.wants
         if self.replicas is ReplicaReads.BROADCAST and self._ranks.world_size > 1:
-            for want in wants:
-                box = box_id(want)
-                if box is not None:
-                    own.setdefault(box, want)
+            error = self._attempt(lambda: own.update(_shareable(wants)))
             sizes = {box: math.prod(w.lengths) * w.dtype.itemsize for box, w in own.items()}
-            shares = share_plan(self._ranks.all_gather(sizes))
+            shares = share_plan(self._ranks.agree_and_gather(error, sizes))
             foreign = {id(own[s.box]) for s in shares if s.box in own and s.owner != self._ranks.rank}
             wants = [want for want in wants if id(want) not in foreign]
         try:
@@ -322,6 +321,16 @@ class _Load:
         except BaseException as failure:  # noqa: BLE001 - brought to an agreement, which raises it
             return failure
         return None
+
+
+def _shareable(wants: Iterable[TensorWant]) -> dict[BoxId, TensorWant]:
+    """What other ranks may need as well; of equal boxes the first."""
+    own: dict[BoxId, TensorWant] = {}
+    for want in wants:
+        box = box_id(want)
+        if box is not None:
+            own.setdefault(box, want)
+    return own
 
 
 def _common(unexpected: list[tuple[str, ...]]) -> list[str]:

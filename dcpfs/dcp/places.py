@@ -7,7 +7,7 @@ from typing import cast
 
 from dcpfs.errors import KeyMismatchError
 
-__all__ = ["find_container", "put_value"]
+__all__ = ["check_place", "find_container", "put_value"]
 
 
 def put_value(state: object, path: Sequence[object], value: object) -> None:
@@ -15,6 +15,15 @@ def put_value(state: object, path: Sequence[object], value: object) -> None:
 
     Raises:
         KeyMismatchError: The container is neither a mutable mapping nor a list.
+    """
+    check_place(state, path)[path[-1]] = value
+
+
+def check_place(state: object, path: Sequence[object]) -> MutableMapping[object, object]:
+    """The mapping, or list, in which `put_value` would replace a value.
+
+    Raises:
+        KeyMismatchError: It is neither a mutable mapping nor a list.
     """
     container = state
     for key in path[:-1]:
@@ -24,7 +33,7 @@ def put_value(state: object, path: Sequence[object], value: object) -> None:
             f"can't put the loaded value of {'.'.join(map(str, path))!r} into a {type(container).__name__}: it can't "
             f"be changed in place; give a dict or list there"
         )
-    cast("dict[object, object]", container)[path[-1]] = value
+    return cast("dict[object, object]", container)
 
 
 def find_container(state: object, path: Sequence[object]) -> MutableMapping[object, object] | None:

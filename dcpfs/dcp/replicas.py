@@ -6,16 +6,19 @@ the traffic at a store whose bandwidth is shared by all of them (case 72).
 Way taken: each rank names the boxes it needs, by file, entry and box. A box that several ranks name gets one owner
 among them, the one that has the fewest bytes so far. After the reads, owners send what the others need, through one
 reusable buffer of bounded size: as a broadcast where all ranks need it, else point to point. All ranks walk the same
-list in the same order, so nobody waits for someone who waits for him. What is cast on the way is read by each rank.
+list in the same order, so nobody waits for someone who waits for him, also when a rank fails between two transfers.
+What is cast on the way is read by each rank.
 
-Flow: ``share_plan(ids of all ranks)`` (pure) → each rank fetches what it owns or shares with nobody → `exchange`.
+Flow: ``share_plan(ids of all ranks)`` (pure) → each rank fetches what it owns or shares with nobody → all
+agree → `exchange`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -26,6 +29,8 @@ from dcpfs.ranks import Ranks
 __all__ = ["BoxId", "Share", "box_id", "exchange", "share_plan"]
 
 _BUFFER_BYTES = 16 << 20
+
+T = TypeVar("T")
 
 
 class BoxId(NamedTuple):
@@ -81,25 +86,57 @@ def share_plan(needs: Sequence[dict[BoxId, int]]) -> list[Share]:
 def exchange(shares: Sequence[Share], wants: dict[BoxId, TensorWant], ranks: Ranks, budget_bytes: int) -> None:
     """Send and receive the shared boxes. Collective: every rank passes the same shares, and its own wants.
 
+    A rank that can't copy, for lack of memory say, goes on sending and receiving, so that nobody waits for it; all
+    raise at the end.
+
     Args:
         shares: From `share_plan`.
         wants: This rank's wants by id; those it owns are filled, the others are filled here.
         ranks: The group.
         budget_bytes: Bound of the buffer.
+
+    Raises:
+        RankError: Another rank failed.
     """
     groups: dict[tuple[int, tuple[int, ...]], list[Share]] = {}
     for share in shares:
         groups.setdefault((share.owner, share.needers), []).append(share)
-    buffer = torch.empty(max(1, min(_BUFFER_BYTES, budget_bytes // 2, _largest(groups))), dtype=torch.uint8)
+    local = _LocalWork()
+    # One size on all ranks, though their budgets may differ: they pass the same buffers.
+    budget_bytes = min(ranks.all_gather(budget_bytes))
+    size_bytes = max(1, min(_BUFFER_BYTES, budget_bytes // 2, _largest(groups)))
+    buffer = local.attempt(lambda: torch.empty(size_bytes, dtype=torch.uint8))
+    ranks.agree(local.error)
+    if buffer is None:
+        raise RuntimeError("a rank without a buffer must have failed before")
     for (owner, needers), members in sorted(groups.items(), key=lambda item: item[0]):
         if ranks.rank in needers:
-            _exchange_group(owner, needers, members, wants, ranks, buffer)
-        elif len(needers) == ranks.world_size:
-            raise ValueError("a broadcast needs every rank")
+            _exchange_group(owner, needers, members, wants, ranks, buffer, local)
+    ranks.agree(local.error)
 
 
 def _largest(groups: dict[tuple[int, tuple[int, ...]], list[Share]]) -> int:
     return max((sum(share.size_bytes for share in members) for members in groups.values()), default=1)
+
+
+class _LocalWork:
+    """What this rank does between collectives: its first failure is kept, after which nothing more is done.
+
+    Attributes:
+        error: The failure, for the agreement at the end.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
+        """Do a step, unless one has failed before. None when there is no result."""
+        if self.error is None:
+            try:
+                return step()
+            except BaseException as failure:  # noqa: BLE001 - brought to the agreement of `exchange`, which raises it
+                self.error = failure
+        return None
 
 
 def _exchange_group(
@@ -109,32 +146,43 @@ def _exchange_group(
     wants: dict[BoxId, TensorWant],
     ranks: Ranks,
     buffer: torch.Tensor,
+    local: _LocalWork,
 ) -> None:
     """Pass the boxes of one owner to the ranks that need them, buffer by buffer."""
     sends = ranks.rank == owner
-    pieces: list[tuple[torch.Tensor, int, int]] = []  # flat bytes of a target, range in it
+    pieces: list[_Piece] = []
     used = 0
     unpack: list[_Arriving] = []
     for share in members:
-        want = wants[share.box]
-        arriving = _Arriving(want, sends)
-        unpack.append(arriving)
+        arriving = local.attempt(partial(_Arriving, wants[share.box], sends))
+        unpack += [] if arriving is None else [arriving]
         at = 0
         while at < share.size_bytes:
             size = min(share.size_bytes - at, buffer.numel() - used)
-            pieces.append((arriving.flat, at, at + size))
+            if arriving is not None:
+                pieces.append(_Piece(arriving.flat, at, used, size))
             at += size
             used += size
             if used == buffer.numel():
-                _pass_buffer(owner, needers, pieces, used, ranks, buffer)
+                _pass_buffer(owner, needers, pieces, used, ranks, buffer, local)
                 pieces, used = [], 0
-                for done in unpack[:-1] if at < share.size_bytes else unpack:
-                    done.finish()
-                unpack = [arriving] if at < share.size_bytes else []
+                rest = [arriving] if arriving is not None and at < share.size_bytes else []
+                for done in unpack[: len(unpack) - len(rest)]:
+                    local.attempt(done.finish)
+                unpack = rest
     if used:
-        _pass_buffer(owner, needers, pieces, used, ranks, buffer)
+        _pass_buffer(owner, needers, pieces, used, ranks, buffer, local)
     for done in unpack:
-        done.finish()
+        local.attempt(done.finish)
+
+
+class _Piece(NamedTuple):
+    """A part of a target's flat bytes, and where in the buffer it travels."""
+
+    flat: torch.Tensor
+    start: int
+    buffer_start: int
+    size_bytes: int
 
 
 class _Arriving:
@@ -159,19 +207,17 @@ class _Arriving:
 def _pass_buffer(
     owner: int,
     needers: tuple[int, ...],
-    pieces: list[tuple[torch.Tensor, int, int]],
+    pieces: list[_Piece],
     used: int,
     ranks: Ranks,
     buffer: torch.Tensor,
+    local: _LocalWork,
 ) -> None:
     import torch.distributed as dist
 
     part = buffer[:used]
     if ranks.rank == owner:
-        at = 0
-        for flat, start, stop in pieces:
-            part[at : at + stop - start].copy_(flat[start:stop])
-            at += stop - start
+        local.attempt(lambda: _pack(pieces, part))
     if len(needers) == ranks.world_size:
         dist.broadcast(part, group=ranks.group, group_src=owner)
     elif ranks.rank == owner:
@@ -181,7 +227,14 @@ def _pass_buffer(
     else:
         dist.recv(part, group=ranks.group, group_src=owner)
     if ranks.rank != owner:
-        at = 0
-        for flat, start, stop in pieces:
-            flat[start:stop].copy_(part[at : at + stop - start])
-            at += stop - start
+        local.attempt(lambda: _unpack(pieces, part))
+
+
+def _pack(pieces: list[_Piece], part: torch.Tensor) -> None:
+    for flat, start, at, size in pieces:
+        part[at : at + size].copy_(flat[start : start + size])
+
+
+def _unpack(pieces: list[_Piece], part: torch.Tensor) -> None:
+    for flat, start, at, size in pieces:
+        flat[start : start + size].copy_(part[at : at + size])

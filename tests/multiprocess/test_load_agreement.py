@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import dcpfs
+from dcpfs.dcp import replicas
 from dcpfs.errors import (
     CheckpointNotFoundError,
     ConfigError,
@@ -188,7 +190,7 @@ def test_the_metadata_is_read_once_in_all(tmp_path: Path) -> None:
     assert run_ranks(_count_metadata_reads, 3, str(tmp_path / "c")) == [1, 0, 0]
 
 
-def _share(url: str, replicas: str) -> tuple[int, int]:
+def _share(url: str, way: str) -> tuple[int, int]:
     """8 MB that every rank needs, in targets of several kinds."""
     state = {f"k{n}": torch.arange(250_000.0) + n for n in range(7)} | {"small": torch.ones(3)}
     state["rows"] = torch.arange(250_000.0).reshape(500, 500)
@@ -198,7 +200,7 @@ def _share(url: str, replicas: str) -> tuple[int, int]:
     target["k1"] = torch.zeros(250_000, dtype=torch.float64)
     target["rows"] = torch.zeros(500, 500).t()
     config = dcpfs.TransferConfig(budget_bytes=1 << 20)
-    report = dcpfs.load(target, url, replicas=replicas, allow_cast="widen", transfer=config)
+    report = dcpfs.load(target, url, replicas=way, allow_cast="widen", transfer=config)
     for key, value in state.items():
         assert torch.equal(target[key].float(), value), key
     return report.moved_bytes, sum(value.nbytes for value in state.values())
@@ -212,6 +214,55 @@ def test_case_72_replicas_are_read_once(tmp_path: Path) -> None:
     assert sum(moved for moved, _ in each) >= 4 * total
     assert sum(moved for moved, _ in shared) <= 1.05 * (total + 3 * cast_bytes)
     assert max(moved for moved, _ in shared) <= 0.5 * total
+
+
+def _share_with_a_failure(url: str, way: str) -> None:
+    state = {f"k{n}": torch.arange(1000.0) + n for n in range(8)}
+    dcpfs.save(state, url)
+    dist.barrier()
+    target = {key: torch.zeros_like(value) for key, value in state.items()}
+    if way == "target":
+        target = {key: torch.zeros(1000, 2)[:, 1] for key in state}  # not flat: what arrives is copied into place
+    if way == "damage":
+        data_file = Path(url) / "__0_0.distcp"
+        if dist.get_rank() == 1:
+            data = data_file.read_bytes()
+            at = data.index(state["k5"].numpy().tobytes())
+            data_file.write_bytes(data[: at + 5] + b"\xff" + data[at + 6 :])
+        dist.barrier()
+    place = {"read": (LocalStore, "read_into"), "send": (replicas, "_pack"), "receive": (replicas, "_unpack")}
+    place["target"] = (replicas, "copy_exact")
+    failing = contextlib.nullcontext()
+    if way in place and dist.get_rank() == 1:
+        failing = mock.patch.object(*place[way], side_effect=OSError(5, "it broke"))  # type: ignore[assignment]  # both
+    with failing:
+        dcpfs.load(target, url, replicas="broadcast")
+
+
+@pytest.mark.parametrize("way", ["read", "damage", "send", "receive", "target"])
+def test_case_101_a_rank_that_fails_while_replicas_are_shared_ends_the_load_on_all(tmp_path: Path, way: str) -> None:
+    outcomes = try_ranks(_share_with_a_failure, 2, str(tmp_path / "c"), way, timeout_seconds=40)
+    for outcome in outcomes:
+        assert outcome.failed
+        assert outcome.error_type != "TimeoutError", outcome.traceback_text
+        if way == "damage":
+            assert isinstance(outcome.error, CorruptCheckpointError)
+            assert "k5" in outcome.error_text
+        else:
+            assert "it broke" in outcome.error_text
+
+
+def _share_with_other_budgets(url: str) -> bool:
+    value = torch.arange(1_000_000.0)
+    dcpfs.save({"w": value}, url)
+    target = torch.zeros(1_000_000)
+    config = dcpfs.TransferConfig(budget_bytes=(1 + dist.get_rank()) << 20)
+    dcpfs.load({"w": target}, url, replicas="broadcast", transfer=config)
+    return torch.equal(target, value)
+
+
+def test_case_72_ranks_with_different_budgets_share_replicas(tmp_path: Path) -> None:
+    assert run_ranks(_share_with_other_budgets, 2, str(tmp_path / "c"), timeout_seconds=40) == [True] * 2
 
 
 def _load_own_files(url: str) -> list[float]:
