@@ -27,15 +27,20 @@ _logger = logging.getLogger(__name__)
 _THREADS = "dcpfs-markers"
 
 
-def refuse_existing(store: Store, markers: Collection[str]) -> None:
-    """Return when none of the markers exists. A remote store is asked for all at once.
+def refuse_existing(store: Store, markers: Collection[str], *, concurrency: int = 1) -> None:
+    """Return when none of the markers exists.
+
+    Args:
+        store: Where the checkpoint would stand.
+        markers: Names, of which any is one too many.
+        concurrency: Most questions at once; each costs a round trip on a remote store.
 
     Raises:
         CheckpointExistsError: One does.
     """
     found: dict[str, bool] = {}
     tasks = [Task(0, partial(_ask, store, name, found)) for name in markers]
-    run_tasks(tasks, concurrency=len(markers) if store.capabilities.remote else 1, budget=ByteBudget(1), name=_THREADS)
+    run_tasks(tasks, concurrency=concurrency, budget=ByteBudget(1), name=_THREADS)
     for name in markers:
         if found[name]:
             raise CheckpointExistsError(

@@ -300,10 +300,10 @@ class FsspecStorageWriter(StorageWriter):
         store = self._open()
         if self._overwrite:
             withdraw_existing(store, None if self._use_collectives else self._rank)
-        elif self._use_collectives:
-            refuse_existing(store, (METADATA_NAME, rank_metadata_name(0)))
         else:
-            refuse_existing(store, (METADATA_NAME, rank_metadata_name(self._rank)))
+            concurrency = self._transfer.concurrency if store.capabilities.remote else 1
+            own = rank_metadata_name(0 if self._use_collectives else self._rank)
+            refuse_existing(store, (METADATA_NAME, own), concurrency=concurrency)
 
     def _write_items(self, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         if not items:

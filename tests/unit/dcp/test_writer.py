@@ -312,4 +312,4 @@ def test_case_106_a_remote_store_is_asked_for_all_markers_at_once(taken: str | N
     store.exists = wait_for_the_other  # type: ignore[method-assign]  # seen by this one store alone
     raises = contextlib.nullcontext() if taken is None else pytest.raises(CheckpointExistsError, match=re.escape(taken))
     with raises:
-        refuse_existing(store, (".metadata", "__0.metadata"))
+        refuse_existing(store, (".metadata", "__0.metadata"), concurrency=2)
