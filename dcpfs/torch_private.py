@@ -128,9 +128,7 @@ def has_shards(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "__create_chunk_list__") or isinstance(tensor, ShardedTensor)
 
 
-def local_shards(
-    fqn: str, tensor: torch.Tensor
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+def local_shards(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]:
     """The boxes of a tensor that this rank holds, by any of torch's protocols: offsets, sizes, and their memory.
 
     None when the rank is not part of a DTensor's mesh.

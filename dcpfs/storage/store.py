@@ -110,7 +110,10 @@ class Store(Protocol):
         ...
 
     def get_tail(self, path: str, size_bytes: int) -> tuple[bytes, int]:
-        """Read the last ``size_bytes`` of an object (all of it when smaller), and its full size, in one request where possible."""
+        """Read the last ``size_bytes`` of an object (all of it when smaller), and its full size.
+
+        One request where possible.
+        """
         ...
 
     def read_into(self, path: str, start: int, buffers: Sequence[memoryview]) -> None:

@@ -31,7 +31,13 @@ import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from dcpfs.testing.server_process import ServerProcess, ServerStartError, find_binary, free_ports, make_private_directory
+from dcpfs.testing.server_process import (
+    ServerProcess,
+    ServerStartError,
+    find_binary,
+    free_ports,
+    make_private_directory,
+)
 
 __all__ = ["RcloneServer", "S3Server", "SeaweedServer"]
 

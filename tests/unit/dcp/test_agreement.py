@@ -7,8 +7,8 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcpfs.dcp.agreement import check_replicas, find_differing_values
-from dcpfs.torch_private import create_write_items
 from dcpfs.errors import ReplicaMismatchError
+from dcpfs.torch_private import create_write_items
 
 
 def _item(value: object) -> list[WriteItem]:

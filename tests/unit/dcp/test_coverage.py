@@ -34,7 +34,9 @@ def test_gaps_are_allowed_where_other_ranks_are_unknown() -> None:
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_any_grid_is_a_cover_and_a_doubled_cell_is_not(rows: list[int], columns: list[int]) -> None:
     boxes: list[Box] = [
-        ((sum(rows[:i]), sum(columns[:j])), (rows[i], columns[j])) for i in range(len(rows)) for j in range(len(columns))
+        ((sum(rows[:i]), sum(columns[:j])), (rows[i], columns[j]))
+        for i in range(len(rows))
+        for j in range(len(columns))
     ]
     shape = (sum(rows), sum(columns))
     assert find_fault(shape, boxes, complete=True) is None

@@ -425,9 +425,7 @@ class TestFaults:
     def test_silence_until_released(self, scripted_s3: ScriptedS3Server, client: Client, stage: Stage) -> None:
         fault = scripted_s3.fail("GetObject", Hang(stage, after_bytes=4))
         got: list[bytes] = []
-        reader = threading.Thread(
-            target=lambda: got.append(client.get_object(Bucket="dcpfs", Key="x")["Body"].read())
-        )
+        reader = threading.Thread(target=lambda: got.append(client.get_object(Bucket="dcpfs", Key="x")["Body"].read()))
         reader.start()
         assert fault.reached.wait(20)
         assert got == []
