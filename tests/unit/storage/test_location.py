@@ -131,7 +131,7 @@ def test_the_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None
         Path("s3://bucket/x").absolute(),
         "s3:/bucket/x",
         "simplecache::s3:/bucket/x",
-        "/work/s3:/bucket",
+        "/data/s3:/bucket",
         "https:/host/x",
         "foo:/x",
     ],
