@@ -58,14 +58,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
         raise ValueError("a lazy conjugate or negative has other bytes than its values: resolve it first")
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of strides {tensor.stride()} is not contiguous: copy it first")
-    size_bytes = tensor.nbytes
-    if size_bytes == 0:
-        return memoryview(bytearray())
-    address = tensor.data_ptr()
-    if address == 0:
-        raise ValueError(f"{_kind(tensor)} has no memory of its own")
-    view: memoryview = _view_of_memory(address, size_bytes, _PY_BUF_WRITE)
-    return view
+    return _memory_of(tensor)
 
 
 def resident_bytes(tensor: torch.Tensor) -> memoryview | None:
@@ -77,6 +70,10 @@ def resident_bytes(tensor: torch.Tensor) -> memoryview | None:
         return None
     if tensor.dtype.is_complex and tensor.is_conj():
         return None
+    return _memory_of(tensor)
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
     size_bytes = tensor.nbytes
     if size_bytes == 0:
         return memoryview(bytearray())
