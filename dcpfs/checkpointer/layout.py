@@ -59,7 +59,7 @@ _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}", re.ASCII)
 _MOST_ITERATIONS = 10**18
 
 
-def check_iteration(iteration: int) -> int:
+def check_iteration(iteration: object) -> int:
     """The iteration, when a step can be named after it.
 
     Raises:
@@ -70,7 +70,7 @@ def check_iteration(iteration: int) -> int:
     return iteration
 
 
-def step_name(iteration: int) -> str:
+def step_name(iteration: object) -> str:
     """Directory of a step: ``iter_000000005``."""
     return f"iter_{check_iteration(iteration):09}"
 
@@ -101,7 +101,7 @@ def parse_rank_file_name(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def check_key(key: str) -> str:
+def check_key(key: object) -> str:
     """The key, when a directory of a step can bear its name.
 
     Raises:
