@@ -14,6 +14,7 @@ from __future__ import annotations
 import pickle
 import traceback
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -123,6 +124,21 @@ class Ranks:
         box: list[T] = [None]  # type: ignore[list-item]  # filled by the collective
         dist.scatter_object_list(box, values, group=self.group, group_src=0)
         return box[0]
+
+    def largest(self, words: Sequence[int]) -> list[int]:
+        """The largest of each word over all ranks: one small reduction, no pickling. Collective.
+
+        Args:
+            words: As many on every rank, each of 64 bits with sign.
+        """
+        if self.group is None or self.world_size == 1:
+            return list(words)
+        import torch
+        import torch.distributed as dist
+
+        reduced = torch.tensor(words, dtype=torch.int64)
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self.group)
+        return [int(word) for word in reduced.tolist()]
 
     def agree(self, error: BaseException | None) -> None:
         """Return when no rank brings an error; otherwise raise on every rank. Collective.
