@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CastPolicy",
+    "Choice",
     "DirectIO",
     "Durability",
     "ReplicaReads",
@@ -31,7 +32,7 @@ __all__ = [
 _MIB = 1 << 20
 
 
-class _Choice(str, enum.Enum):
+class Choice(str, enum.Enum):
     """A choice that is an argument of public functions: what is none of it is an error of dcpfs."""
 
     @classmethod
@@ -40,7 +41,7 @@ class _Choice(str, enum.Enum):
         raise ConfigError(f"a {type(value).__name__} was given that is no {cls.__name__}: give one of {choices}")
 
 
-class VerifyMode(_Choice):
+class VerifyMode(Choice):
     """What a load checks beside sizes, which are always checked."""
 
     SIZES = "sizes"
@@ -49,7 +50,7 @@ class VerifyMode(_Choice):
     """The CRC-32 of every entry that is read whole (a slice can't be checked without reading the rest)."""
 
 
-class Trust(_Choice):
+class Trust(Choice):
     """What may be unpickled from a checkpoint."""
 
     ALLOWLIST = "allowlist"
@@ -58,7 +59,7 @@ class Trust(_Choice):
     """Anything: whoever can write the checkpoint can run code in this process."""
 
 
-class CastPolicy(_Choice):
+class CastPolicy(Choice):
     """Which dtype differences a load may bridge."""
 
     NEVER = "never"
@@ -86,7 +87,7 @@ class Durability(str, enum.Enum):
     """The kernel has it: survives a killed process, not a power cut."""
 
 
-class ReplicaReads(_Choice):
+class ReplicaReads(Choice):
     """How ranks that need the same bytes get them."""
 
     EACH = "each"
