@@ -36,8 +36,10 @@ class WhenBusy(Choice):
 
     WAIT = "wait"
     """Waits for the oldest."""
-    REFUSE = "refuse"
-    """Saves nothing, on all ranks, and says so: as an error, or a warning, by `OnSaveError`."""
+    SKIP = "skip"
+    """Saves nothing, on all ranks, with a warning."""
+    ERROR = "error"
+    """Raises on all ranks; nothing is saved."""
 
 
 class OnSaveError(Choice):
