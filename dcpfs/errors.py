@@ -78,7 +78,11 @@ class DcpfsError(Exception):
         message: The one sentence that ``str()`` shows.
         rank: Global rank on which it happened, or None when there are no ranks.
         cause_text: The traceback text of the original exception, kept across pickling and process borders.
+        written_keys: Keys of a training state (``model``, ``optim``, ...) whose targets a failed load had begun to
+            change, on any rank. Empty: everything is as it was.
     """
+
+    written_keys: tuple[str, ...] = ()
 
     def __init__(self, message: str, *, rank: int | None = None, cause_text: str | None = None) -> None:
         super().__init__(message)

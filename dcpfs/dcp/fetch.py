@@ -134,6 +134,11 @@ class Fetch:
         """The most memory beyond the targets that was held at once."""
         return self._delivery.peak_scratch_bytes
 
+    @property
+    def written(self) -> frozenset[str]:
+        """Keys whose targets were written to, whole or in part, also when `run` failed."""
+        return frozenset(self._context.written)
+
     def add_tensor(self, want: TensorWant) -> None:
         """Want a box. One without elements needs nothing."""
         location = want.location

@@ -19,22 +19,21 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
-from torch.distributed.checkpoint.stateful import Stateful
 
 from dcpfs.config import CastPolicy, ReplicaReads, RetryConfig, TransferConfig, Trust, VerifyMode
 from dcpfs.dcp.delivery import FetchTotals
 from dcpfs.dcp.fetch import Fetch
-from dcpfs.dcp.flatten import Structure, flatten, unflatten
-from dcpfs.dcp.matching import Match, key_mismatch_error, match_state, wants_of_box
-from dcpfs.dcp.places import check_place, find_container, put_value
-from dcpfs.dcp.replicas import BoxId, box_id, exchange, share_plan
+from dcpfs.dcp.flatten import Structure, unflatten
+from dcpfs.dcp.matching import Match, key_mismatch_error, wants_of_box
+from dcpfs.dcp.replicas import SharedWants, share_wants
 from dcpfs.dcp.source import CheckpointSource
-from dcpfs.errors import ConfigError, CorruptCheckpointError
+from dcpfs.dcp.state_filling import StateFilling
+from dcpfs.errors import CorruptCheckpointError
 from dcpfs.format.collector import paused_collector
 from dcpfs.format.index import BytesRecord, CheckpointIndex, TensorRecord
 from dcpfs.ranks import Ranks, portable_error
@@ -44,16 +43,11 @@ if TYPE_CHECKING:
     from fsspec.callbacks import Callback
     from torch.distributed import ProcessGroup
 
-    from dcpfs.dcp.landing import TensorWant
-
 __all__ = ["LoadReport", "load", "read"]
 
 _logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-
-_NEVER_STATEFUL = (torch.Tensor, dict, list, tuple, str, int, float)
-"""Asked first: asking whether an object fits the protocol takes 15 µs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +177,7 @@ class _Load:
         self._ranks = ranks
         self._strict = strict
         self._source: CheckpointSource | None = None
-        self._stateful: dict[str, Stateful] = {}
-        self._template: dict[str, object] = {}
-        self._structure = Structure({})
-        self._empties: dict[str, tuple[tuple[object, ...], object]] = {}
+        self._filling: StateFilling | None = None
         self._match = Match()
 
     @property
@@ -235,19 +226,8 @@ class _Load:
         return files, error
 
     def _prepare(self, index: CheckpointIndex) -> None:
-        if not isinstance(self._state, MutableMapping):
-            raise ConfigError(f"can't load into a {type(self._state).__name__}: the state must be a dict")
-        for key, value in self._state.items():
-            if not isinstance(value, _NEVER_STATEFUL) and isinstance(value, Stateful):
-                self._stateful[key] = value
-                self._template[key] = value.state_dict()
-            else:
-                self._template[key] = value
-        leaves, self._structure = flatten(self._template)
-        self._empties = _empty_values(index)
-        self._match = match_state(leaves, index, allow_cast=self.allow_cast, empties=frozenset(self._empties))
-        for key, _ in self._match.objects:
-            check_place(self._template, self._structure.real_path(key))
+        self._filling = StateFilling(self._state)
+        self._match = self._filling.match_records(index, allow_cast=self.allow_cast)
 
     def _raise_mismatches(
         self,
@@ -271,14 +251,11 @@ class _Load:
         values: dict[str, object] = {}
         error: BaseException | None = None
         fetch: Fetch | None = None
-        shares, own = [], cast("dict[BoxId, TensorWant]", {})
         wants = self._match.wants
+        shared: SharedWants | None = None
         if self.replicas is ReplicaReads.BROADCAST and self._ranks.world_size > 1:
-            error = self._attempt(lambda: own.update(_shareable(wants)))
-            sizes = {box: math.prod(w.lengths) * w.dtype.itemsize for box, w in own.items()}
-            shares = share_plan(self._ranks.agree_and_gather(error, sizes))
-            foreign = {id(own[s.box]) for s in shares if s.box in own and s.owner != self._ranks.rank}
-            wants = [want for want in wants if id(want) not in foreign]
+            shared = share_wants(wants, self._ranks)
+            wants = shared.rest
         try:
             if index is not None:
                 fetch = self.source.new_fetch(index)
@@ -293,27 +270,17 @@ class _Load:
         except BaseException as failure:  # noqa: BLE001 - brought to the agreement below, which raises it
             error = failure
         self._ranks.agree(error)
-        if shares:
-            exchange(shares, own, self._ranks, self.source.transfer.budget_bytes)
+        if shared is not None:
+            shared.exchange(self._ranks, self.source.transfer.budget_bytes)
         return values
 
     def _put(self, values: Mapping[str, object]) -> None:
-        for key, value in values.items():
-            put_value(self._template, self._structure.real_path(key), value)
-        for path, value in self._empties.values():
-            container = find_container(self._template, path[:-1])
-            if container is not None and not isinstance(container.get(path[-1]), (Mapping, list)):
-                put_value(self._template, path, value)
+        if self._filling is not None:
+            self._filling.put(values)
 
     def _hand_over(self) -> None:
-        for key in self._state:
-            stateful = self._stateful.get(key)
-            if stateful is not None:
-                stateful.load_state_dict(cast("dict[str, object]", self._template[key]))
-            else:
-                self._state[key] = self._template[key]
-        for key in self._template.keys() - self._state.keys():
-            self._state[key] = self._template[key]
+        if self._filling is not None:
+            self._filling.hand_over()
 
     def _attempt(self, step: Callable[[], None]) -> BaseException | None:
         try:
@@ -323,36 +290,10 @@ class _Load:
         return None
 
 
-def _shareable(wants: Iterable[TensorWant]) -> dict[BoxId, TensorWant]:
-    """What other ranks may need as well; of equal boxes the first."""
-    own: dict[BoxId, TensorWant] = {}
-    for want in wants:
-        box = box_id(want)
-        if box is not None:
-            own.setdefault(box, want)
-    return own
-
-
 def _common(unexpected: list[tuple[str, ...]]) -> list[str]:
     """Keys that no rank asked for: ranks of a pipeline each have a part of the state."""
     rest = set(unexpected[0]).intersection(*unexpected[1:])
     return [key for key in unexpected[0] if key in rest]
-
-
-def _empty_values(index: CheckpointIndex) -> dict[str, tuple[tuple[object, ...], object]]:
-    """Empty containers of the saved state: flat key to real path and value."""
-    if index.structure is None:
-        return {}
-    structure = Structure.from_json(index.structure, index.paths)
-    found: dict[str, tuple[tuple[object, ...], object]] = {}
-    for path, note in structure.containers.items():
-        if note.empty and path:
-            nested: object = unflatten({}, Structure({}, {p: n for p, n in structure.containers.items() if p == path}))
-            for key in path:
-                nested = cast("dict[object, object]", nested)[key]
-            fqn = ".".join(map(str, path))
-            found[fqn] = (Structure({fqn: path}, structure.containers).real_path(fqn), nested)
-    return found
 
 
 def read(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -26,7 +27,7 @@ from dcpfs.dcp.host_memory import flat_bytes
 from dcpfs.dcp.landing import TensorWant, copy_exact
 from dcpfs.ranks import Ranks
 
-__all__ = ["BoxId", "Share", "box_id", "exchange", "share_plan"]
+__all__ = ["BoxId", "Share", "SharedWants", "box_id", "exchange", "share_plan", "share_wants"]
 
 _BUFFER_BYTES = 16 << 20
 
@@ -81,6 +82,47 @@ def share_plan(needs: Sequence[dict[BoxId, int]]) -> list[Share]:
         loads[owner] += sizes[box]
         shares.append(Share(box, owner, tuple(needers[box]), sizes[box]))
     return shares
+
+
+@dataclass(frozen=True, slots=True)
+class SharedWants:
+    """What this rank reads, and what it gets from others.
+
+    Attributes:
+        rest: The wants it reads itself.
+        own: Its wants that others may have too, by box.
+        shares: What is passed on; the same on all ranks.
+    """
+
+    rest: list[TensorWant]
+    own: dict[BoxId, TensorWant]
+    shares: list[Share]
+
+    def exchange(self, ranks: Ranks, budget_bytes: int) -> None:
+        """Pass on what was read. Collective, after all ranks have agreed that their reads are done."""
+        if self.shares:
+            exchange(self.shares, self.own, ranks, budget_bytes)
+
+
+def share_wants(wants: Sequence[TensorWant], ranks: Ranks) -> SharedWants:
+    """Decide who reads what several ranks need. Collective.
+
+    Raises:
+        DcpfsError: Any rank could not say what it needs.
+    """
+    own: dict[BoxId, TensorWant] = {}
+    error: BaseException | None = None
+    try:
+        for want in wants:
+            box = box_id(want)
+            if box is not None:
+                own.setdefault(box, want)  # of equal boxes the first
+    except BaseException as failure:  # noqa: BLE001 - brought to the agreement below, which raises it
+        error = failure
+    sizes = {box: math.prod(want.lengths) * want.dtype.itemsize for box, want in own.items()}
+    shares = share_plan(ranks.agree_and_gather(error, sizes))
+    foreign = {id(own[share.box]) for share in shares if share.box in own and share.owner != ranks.rank}
+    return SharedWants([want for want in wants if id(want) not in foreign], own, shares)
 
 
 def exchange(shares: Sequence[Share], wants: dict[BoxId, TensorWant], ranks: Ranks, budget_bytes: int) -> None:

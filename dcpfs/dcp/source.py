@@ -10,6 +10,7 @@ needed, says plainly that there is no checkpoint, and carries the caller's trust
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, cast
 
 import torch
@@ -147,11 +148,15 @@ class CheckpointSource:
 
     def new_fetch(self, index: CheckpointIndex) -> Fetch:
         """An empty fetch from this checkpoint."""
+        return self.new_fetch_of(index.data_files())
+
+    def new_fetch_of(self, file_sizes: Mapping[str, int]) -> Fetch:
+        """An empty fetch from files of which the least sizes are known: several checkpoints below one location."""
         return Fetch(
             self.store,
             self.transfer,
             verify=self.verify is VerifyMode.CHECKSUMS,
-            file_sizes=index.data_files(),
+            file_sizes=file_sizes,
             decode=self._decode_tensor,
             undo_transforms=self._undo_transforms,
             callback=self._callback,
