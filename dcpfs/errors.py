@@ -27,6 +27,7 @@ the others, also when the original exception can't be pickled.
     ├── CheckpointError (Exception)                a checkpoint, as opposed to the store beneath it
     │   ├── CheckpointNotFoundError (FileNotFoundError)
     │   ├── CheckpointExistsError (FileExistsError)
+    │   │   └── SupersededError                    another save has taken over the step; nothing is published
     │   ├── IncompleteCheckpointError              objects that its metadata lists are missing
     │   ├── CorruptCheckpointError (ValueError)    a checksum, size or structure is wrong; names file and key
     │   ├── UntrustedDataError (pickle.UnpicklingError)   a class outside the allow-list, or an unsafe name
@@ -64,6 +65,7 @@ __all__ = [
     "StorageError",
     "StorageFullError",
     "StorageTimeoutError",
+    "SupersededError",
     "TransferSizeError",
     "UnsupportedOperationError",
     "UnsupportedValueError",
@@ -165,6 +167,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """A checkpoint stands at that URL and overwriting was not asked for."""
+
+
+class SupersededError(CheckpointExistsError):
+    """Another save, of another incarnation of the job, has taken over the step that this one wrote; it wins."""
 
 
 class IncompleteCheckpointError(CheckpointError):
