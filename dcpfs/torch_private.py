@@ -9,7 +9,8 @@ the newest supported torch. Whatever is missing in a release is bridged here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import IO, cast
 
 import torch
@@ -40,9 +41,11 @@ __all__ = [
     "has_shards",
     "is_on_meta",
     "is_wrapper",
+    "local_part",
     "local_shards",
     "new_extension_registry",
     "settle",
+    "sharding_of",
     "stream_transforms",
 ]
 
@@ -141,6 +144,17 @@ def local_shards(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ..
         yield offsets, sizes, shard
 
 
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """A DTensor's local tensor itself, where ``to_local`` makes a view of it, with its place in autograd's graph."""
+    return settle(tensor._local_tensor)
+
+
+def sharding_of(tensor: DTensor) -> Hashable:
+    """What decides which box of the whole a DTensor's local tensor is. Equal only while its mesh is alive."""
+    spec = tensor._spec
+    return id(spec.mesh), spec.placements, tensor.shape
+
+
 def new_extension_registry() -> ExtensionRegistry:
     """The registry of stream transforms with those that torch brings."""
     return ExtensionRegistry()
@@ -156,3 +170,32 @@ def stream_transforms(
     """
     extensions = registry.from_descriptor_list(descriptors)
     return [e.transform_from for e in extensions if isinstance(e, StreamTransformExtension)]
+
+
+def wrapped_child(module: torch.nn.Module) -> tuple[str | None, bool]:
+    """What a wrapper wraps: the name of its only child that counts, and whether its state dict has no such name.
+
+    ``(None, False)`` for a module that is no wrapper. The classes are looked up among the loaded modules: a module of
+    a class whose home was never imported does not exist.
+    """
+    kind = type(module)
+    if kind.__mro__[1] is torch.nn.Module and kind.__module__.partition(".")[0] != "torch":
+        return None, False  # the quick way for nearly all modules
+    for home, name, child, hides_itself in _WRAPPERS:
+        wrapper = getattr(sys.modules.get(home), name, None)
+        if wrapper is not None and isinstance(module, wrapper):
+            return child, hides_itself
+    return None, False
+
+
+_WRAPPERS = (
+    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod", False),
+    ("torch.nn.parallel.distributed", "DistributedDataParallel", "module", False),
+    ("torch.nn.parallel.data_parallel", "DataParallel", "module", False),
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "ActivationWrapper",
+        "_checkpoint_wrapped_module",
+        True,  # hooks of its own take the name out of state dicts, and put it back
+    ),
+)
