@@ -1,0 +1,449 @@
+"""When a step becomes one, and what stood there before: the coordinator's part of a save.
+
+Problem: a step is many files of many ranks. A marker that is there before the last of them, or still there when the
+first of them is replaced, vouches for a mix (cases 2, 33-35, 45). Two incarnations of a job, each sure to be the only
+one, can both put their marker on files of which each wrote some.
+
+Way taken: nothing is loadable without ``manifest.json``, which lists every file; it comes last and goes first::
+
+    claim_step     look at the step: one listing. Empty? → .writing, which makes the step this save's. Otherwise nothing
+                   is touched yet: the ranks may still find that they can't save
+    withdraw_step  .writing, now with this save's id → manifest away → every .metadata → old files. From the first of
+                   these on nothing is loadable here, so another complete step is required
+    (the ranks write; `ownership` says how names are kept apart)
+    publish_step   still ours? → manifest, where none stands → still ours? → .writing away
+    move_latest    the pointer, after the commit
+    abandon_step   after a failure: this save's files away, manifest first, .writing last
+
+Two saves of one step: who puts ``.writing`` last owns it. Let A be the older. If A puts its manifest before B puts
+``.writing``, A's step is whole, and B withdraws it like any other. If A asks after that, it finds B and gives up.
+Between these, A asks, B puts ``.writing``, A puts its manifest: all files of A were there when A asked, so B, which
+lists after it has put ``.writing``, sees and deletes them all, ``.metadata`` first. A's manifest then is whole and
+true, or lacks files and is no complete step; A asks once more, finds B and reports that it lost. B, still the owner,
+replaces A's manifest by its own. At most one of them reports a commit.
+
+On stores without conditional puts all this holds but for the time within a put between its own look and its write.
+There an older manifest can replace a newer one, whose step then lacks files and isn't loaded: lost, never mixed.
+
+A step is committed once its manifest stands. What fails after that (deleting ``.writing``) is logged; ``.writing``
+beside a manifest means nothing. A pointer that could not be moved is an error of the save, which names the step as
+complete: a resume that starts at an older one, without a word, is worse.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dcpfs.checkpointer.choices import OnExisting
+from dcpfs.checkpointer.layout import (
+    LATEST_NAME,
+    MANIFEST_NAME,
+    PROTECTED_NAME,
+    WRITING_NAME,
+    check_iteration,
+    parse_rank_file_name,
+    parse_step_name,
+    step_name,
+)
+from dcpfs.checkpointer.manifest import Manifest, decode_manifest, encode_manifest
+from dcpfs.checkpointer.ownership import (
+    FILE_BLOCK,
+    first_file_number,
+    read_owner,
+    require_owner,
+    superseded,
+)
+from dcpfs.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+)
+from dcpfs.format.names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name
+from dcpfs.storage.store import Store
+
+__all__ = [
+    "Claim",
+    "ClaimState",
+    "abandon_step",
+    "claim_step",
+    "move_latest",
+    "publish_step",
+    "withdraw_step",
+]
+
+_logger = logging.getLogger(__name__)
+
+
+class ClaimState(enum.Enum):
+    """What a save found in its step."""
+
+    FRESH = "fresh"
+    """Nothing: the step is claimed, and ranks may write."""
+    EXISTS = "exists"
+    """A step, or what a save left that died: `withdraw_step` has to be called before the first byte."""
+    SKIPPED = "skipped"
+    """A complete step that is to be left as it is: there is nothing to save."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A save's hold on a step.
+
+    Attributes:
+        iteration: Of the step.
+        save_id: Of the save.
+        state: What was found.
+        first_file_number: From which every rank numbers its data files of each key (`StepWriter`). 0 for a fresh step.
+        predecessor: Save id of the commit that stands there, ``""`` for a step of another tool, None without a commit.
+        latest: Content of ``latest_checkpoint.txt`` at the time, or None: `move_latest` leaves alone what someone else
+            has changed since.
+    """
+
+    iteration: int
+    save_id: str
+    state: ClaimState
+    first_file_number: int = 0
+    predecessor: str | None = None
+    latest: str | None = None
+
+
+def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisting = OnExisting.OVERWRITE) -> Claim:
+    """Look at a step, and make it this save's when nothing stands there. Coordinator.
+
+    Args:
+        store: Opened at ``save_dir``.
+        iteration: Of the step.
+        save_id: New for each save.
+        on_existing: What to do about a complete step.
+
+    Raises:
+        CheckpointExistsError: A step stands there and ``on_existing`` is `OnExisting.ERROR`, or it is the only complete
+            one; nothing was touched.
+        StorageError: The store failed.
+    """
+    check_iteration(iteration)
+    latest = _read_latest(store)
+    found = _look(store, iteration)
+    if not found and _put_fresh(store, iteration, save_id):
+        return Claim(iteration, save_id, ClaimState.FRESH, latest=latest)
+    found = found or _look(store, iteration)
+    step = store.location.join(step_name(iteration)).redacted
+    predecessor, whole = _judge(store, iteration, found)
+    if predecessor is not None and on_existing is OnExisting.ERROR:
+        raise CheckpointExistsError(
+            f"can't save {step}: the step stands there already; save another iteration, or set on_existing to "
+            "'overwrite' or 'skip'"
+        )
+    if whole and on_existing is OnExisting.SKIP:
+        _logger.warning("not saving %s: the step stands there already, and on_existing is 'skip'", step)
+        return Claim(iteration, save_id, ClaimState.SKIPPED, predecessor=predecessor, latest=latest)
+    if whole:
+        _require_another(store, iteration)
+        protected = ", although it is protected" if _stands(store, f"{step_name(iteration)}/{PROTECTED_NAME}") else ""
+        _logger.warning("overwriting %s, which stands there already%s", step, protected)
+    elif predecessor is not None:
+        _logger.warning("overwriting %s, which is incomplete", step)
+    else:
+        _logger.warning(
+            "taking over %s from a save that left %d files and no manifest: it died there, or is still at work in "
+            "another job, which will fail",
+            step,
+            len(found),
+        )
+    return Claim(iteration, save_id, ClaimState.EXISTS, first_file_number(save_id), predecessor, latest)
+
+
+def withdraw_step(store: Store, claim: Claim) -> None:
+    """Remove what stands in a step, marker first, and make the step this save's. Coordinator, all others wait.
+
+    Only names that dcpfs makes are touched, and never ``.protected``.
+
+    Raises:
+        CheckpointExistsError: It is the only complete step; nothing was touched.
+        SupersededError: Another save has committed the step since the claim, or claimed it at the same time.
+        StorageError: The store failed. The step may be withdrawn already.
+    """
+    iteration, save_id = claim.iteration, claim.save_id
+    step = step_name(iteration)
+    found = _look(store, iteration)
+    if claim.predecessor is not None and _judge(store, iteration, found)[1]:
+        _require_another(store, iteration)
+    writing = f"{step}/{WRITING_NAME}"
+    store.put(writing, [_encode_owner(save_id)])
+    predecessor = _manifest_save_id(store, iteration)
+    if predecessor is not None and predecessor != claim.predecessor:
+        if read_owner(store, iteration) == save_id:
+            store.delete([writing])
+        raise superseded(store, iteration, save_id, predecessor, verb="start the save")
+    found = _look(store, iteration)
+    store.delete([f"{step}/{MANIFEST_NAME}"])
+    markers = [name for name in found if _is_key_marker(name)]
+    if markers:
+        store.delete(markers)
+    rest = [name for name in found if name.rpartition("/")[2] not in (WRITING_NAME, MANIFEST_NAME)]
+    rest = [name for name in rest if not _is_key_marker(name)]
+    if rest:
+        store.delete(rest)
+    owner = read_owner(store, iteration)
+    if owner is None:  # whoever published in the meantime took it for its own
+        store.put(writing, [_encode_owner(save_id)])
+        owner = read_owner(store, iteration)
+    if owner != save_id:
+        raise superseded(store, iteration, save_id, owner, verb="start the save")
+
+
+def publish_step(store: Store, claim: Claim, manifest: Manifest) -> None:
+    """Commit: put the manifest, unless another save has taken over. Coordinator, when all files are there.
+
+    Returns only when the step is committed.
+
+    Raises:
+        SupersededError: Another save owns the step.
+        StorageError: The store failed; `abandon_step` comes next.
+    """
+    iteration, save_id = claim.iteration, claim.save_id
+    writing = f"{step_name(iteration)}/{WRITING_NAME}"
+    sure = True
+    owner = read_owner(store, iteration)
+    if owner is None and _manifest_save_id(store, iteration) is None:
+        # Whoever published here before took it for its own. Or someone swept the step, and files are missing.
+        sure = False
+        if _put_fresh(store, iteration, save_id):
+            owner = save_id
+    if owner != save_id:
+        raise superseded(store, iteration, save_id, owner, verb="publish the save")
+    _put_manifest(store, claim, encode_manifest(manifest))
+    try:
+        owner = read_owner(store, iteration)
+    except StorageError as error:
+        _logger.warning("can't ask whether %s was taken over: %s", store.location.join(writing).redacted, error)
+        owner = save_id
+    if owner is not None and owner != save_id:
+        raise superseded(store, iteration, save_id, owner, verb="publish the save")
+    if (owner is None or not sure) and not _judge(store, iteration, _look(store, iteration))[1]:
+        raise superseded(store, iteration, save_id, owner, verb="publish the save")
+    if owner == save_id:
+        try:
+            store.delete([writing])
+        except StorageError as error:
+            _logger.warning("the step is committed, but its %s is left: %s", WRITING_NAME, error)
+
+
+def move_latest(store: Store, iteration: int, claim: Claim | None = None) -> None:
+    """Let ``latest_checkpoint.txt`` name a committed step. Coordinator.
+
+    Args:
+        store: Opened at ``save_dir``.
+        iteration: Of the step.
+        claim: Of the save. Given, a pointer that someone else has moved since the claim is left alone, with a warning:
+            a user who edited it, or a later incarnation of the job that this one must not set back.
+
+    Raises:
+        StorageError: It could not be moved; the step is complete all the same.
+    """
+    name = step_name(iteration)
+    text = f"{name}\n"
+    if claim is not None:
+        current = _read_latest(store)
+        if current not in (claim.latest, text):
+            _logger.warning(
+                "leaving %s as it is: it was changed to %r while %s was saved",
+                store.location.join(LATEST_NAME).redacted,
+                (current or "")[:80].strip(),
+                name,
+            )
+            return
+    try:
+        store.put(LATEST_NAME, [text.encode("ascii")])
+    except StorageError as error:
+        error.message = f"{error.message} ({name} is complete: load_step={iteration} loads it)"
+        raise
+
+
+def abandon_step(store: Store, claim: Claim, files: Iterable[str]) -> None:
+    """Delete what a failed save has written. Coordinator, when no rank writes any more. Never raises.
+
+    Args:
+        store: Opened at ``save_dir``.
+        claim: Of the save.
+        files: Names, relative to the step, of files that its ranks have written, as far as known.
+    """
+    if claim.state is ClaimState.SKIPPED:
+        return
+    step = step_name(claim.iteration)
+    try:
+        _abandon(store, claim, {f"{step}/{name}" for name in files})
+    except Exception as error:  # noqa: BLE001 - the failure of the save is what counts and is raised
+        _logger.warning(
+            "files of the failed save of %s are left, and are no step: %s", store.location.join(step).redacted, error
+        )
+
+
+def _abandon(store: Store, claim: Claim, names: set[str]) -> None:
+    step = step_name(claim.iteration)
+    own_data = {name for name in names if _is_own_data(name, claim)}
+    if read_owner(store, claim.iteration) != claim.save_id:
+        # Another save's by now. Data files of ours have names of their own, unless both found the step empty.
+        if own_data and (claim.first_file_number or store.capabilities.conditional_put):
+            store.delete(sorted(own_data))
+        return
+    if _manifest_save_id(store, claim.iteration) == claim.save_id:
+        store.delete([f"{step}/{MANIFEST_NAME}"])
+    if store.capabilities.listable:
+        seen = _look(store, claim.iteration)
+        names = names & set(seen) | {name for name in seen if _is_own_data(name, claim) or not _is_data(name)}
+    names -= {f"{step}/{WRITING_NAME}", f"{step}/{MANIFEST_NAME}"}
+    markers = sorted(name for name in names if _is_key_marker(name))
+    if markers:
+        store.delete(markers)
+    rest = sorted(names.difference(markers))
+    if rest:
+        store.delete(rest)
+    store.delete([f"{step}/{WRITING_NAME}"])
+
+
+# --- what stands there
+
+
+def _look(store: Store, iteration: int) -> dict[str, int]:
+    """Files of a step that dcpfs could have made, with their sizes; markers only where the store has no listing."""
+    step = step_name(iteration)
+    if store.capabilities.listable:
+        return {info.path: info.size_bytes for info in store.list(step) if _is_ours(info.path)}
+    found = {}
+    for name in (WRITING_NAME, MANIFEST_NAME):
+        size_bytes = _size_of(store, f"{step}/{name}")
+        if size_bytes >= 0:
+            found[f"{step}/{name}"] = size_bytes
+    return found
+
+
+def _judge(store: Store, iteration: int, found: Mapping[str, int]) -> tuple[str | None, bool]:
+    """Save id of the commit that stands in a step (None: there is none), and whether all its files are there."""
+    step = step_name(iteration)
+    if f"{step}/{MANIFEST_NAME}" not in found:
+        if f"{step}/{WRITING_NAME}" in found:
+            return None, False
+        foreign = any(_is_key_marker(name) for name in found)
+        return ("", True) if foreign else (None, False)
+    try:
+        manifest = _read_manifest(store, iteration)
+    except ObjectNotFoundError:
+        return None, False
+    except CheckpointError:
+        return "", False
+    if not store.capabilities.listable:
+        return manifest.save_id, True
+    for name, record in manifest.files.items():
+        path = f"{step}/{name}"
+        if (found[path] if path in found else _size_of(store, path)) != record.size_bytes:
+            return manifest.save_id, False
+    return manifest.save_id, True
+
+
+def _require_another(store: Store, iteration: int) -> None:
+    """Return when there is a complete step beside this one.
+
+    Raises:
+        CheckpointExistsError: There is none.
+    """
+    others = [parse_step_name(name) for name in store.list_directories()] if store.capabilities.listable else []
+    for other in sorted((each for each in others if each is not None and each != iteration), reverse=True):
+        if _judge(store, other, _look(store, other))[1]:
+            return
+    raise CheckpointExistsError(
+        f"can't overwrite {store.location.join(step_name(iteration)).redacted}: it is the only complete step, and if "
+        "the save failed there would be none; save another iteration first, or delete the step"
+    )
+
+
+def _read_manifest(store: Store, iteration: int) -> Manifest:
+    step = step_name(iteration)
+    data = store.get(f"{step}/{MANIFEST_NAME}")
+    return decode_manifest(data, url=store.location.join(step).redacted)
+
+
+def _manifest_save_id(store: Store, iteration: int) -> str | None:
+    """Save id of a manifest, ``""`` of a damaged one, None when there is none."""
+    try:
+        return _read_manifest(store, iteration).save_id
+    except ObjectNotFoundError:
+        return None
+    except CheckpointError:
+        return ""
+
+
+def _read_latest(store: Store) -> str | None:
+    try:
+        return store.get(LATEST_NAME).decode("utf-8", "replace")
+    except ObjectNotFoundError:
+        return None
+
+
+def _stands(store: Store, path: str) -> bool:
+    return store.exists(path)
+
+
+def _size_of(store: Store, path: str) -> int:
+    try:
+        return store.head(path).size_bytes
+    except ObjectNotFoundError:
+        return -1
+
+
+# --- what is put
+
+
+def _encode_owner(save_id: str) -> bytes:
+    return f"{save_id}\n".encode()
+
+
+def _put_fresh(store: Store, iteration: int, save_id: str) -> bool:
+    """Put ``.writing`` where none stands. False: another save was quicker."""
+    try:
+        store.put(f"{step_name(iteration)}/{WRITING_NAME}", [_encode_owner(save_id)], if_absent=True)
+    except ObjectExistsError:
+        return False
+    return store.capabilities.conditional_put or read_owner(store, iteration) == save_id
+
+
+def _put_manifest(store: Store, claim: Claim, encoded: bytes) -> None:
+    path = f"{step_name(claim.iteration)}/{MANIFEST_NAME}"
+    try:
+        store.put(path, [encoded], if_absent=True)
+    except ObjectExistsError:
+        if _manifest_save_id(store, claim.iteration) == claim.save_id:
+            return
+        # Put by a save that had asked before this one owned the step, and that knows by now that it lost.
+        require_owner(store, claim.iteration, claim.save_id, verb="publish the save")
+        store.put(path, [encoded])
+
+
+# --- whose a name is
+
+
+def _is_ours(path: str) -> bool:
+    """True for the names that dcpfs makes in a step, ``.protected`` excepted."""
+    parts = path.split("/")
+    if len(parts) == 2:
+        return parts[1] in (WRITING_NAME, MANIFEST_NAME)
+    return len(parts) == 3 and (_is_data(path) or _is_key_marker(path) or parse_rank_file_name(parts[2]) is not None)
+
+
+def _is_key_marker(path: str) -> bool:
+    name = path.rpartition("/")[2]
+    return name == METADATA_NAME or parse_rank_metadata_name(name) is not None
+
+
+def _is_data(path: str) -> bool:
+    return parse_data_file_name(path.rpartition("/")[2]) is not None
+
+
+def _is_own_data(path: str, claim: Claim) -> bool:
+    name = parse_data_file_name(path.rpartition("/")[2])
+    return name is not None and name.number // FILE_BLOCK == claim.first_file_number // FILE_BLOCK
