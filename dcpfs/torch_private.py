@@ -47,6 +47,7 @@ __all__ = [
     "settle",
     "sharding_of",
     "stream_transforms",
+    "wrapped_child",
 ]
 
 DCP_VERSION: str = CURRENT_DCP_VERSION
