@@ -29,7 +29,7 @@ from dcpfs.dcp.places import put_value
 from dcpfs.format.entries import decode_object
 from dcpfs.torch_private import flatten_sharded_tensors
 
-__all__ = ["LoadPlanner"]
+__all__ = ["LoadPlanner", "url_of_metadata"]
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -91,7 +91,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.mismatched = self._find_mismatched(self.state_dict, self.metadata)
         if self.strict and (self.missing or self.unexpected or self.mismatched):
             raise key_mismatch_error(
-                _url_of(self.metadata),
+                url_of_metadata(self.metadata),
                 missing=self.missing,
                 unexpected=self.unexpected,
                 mismatched=self.mismatched,
@@ -125,6 +125,7 @@ class LoadPlanner(DefaultLoadPlanner):
         return mismatched
 
 
-def _url_of(metadata: Metadata) -> str:
+def url_of_metadata(metadata: Metadata) -> str:
+    """The redacted URL that a reader of dcpfs notes in the metadata, for errors."""
     meta = metadata.storage_meta
     return str(meta.checkpoint_id) if meta is not None and meta.checkpoint_id is not None else "the checkpoint"
