@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from dcpfs.checkpointer.renaming import Placement, RenameRules, Renaming, find_optimizer_prefixes
 from dcpfs.config import CastPolicy, Trust
 from dcpfs.dcp.load_planner import LoadPlanner, url_of_metadata
-from dcpfs.dcp.matching import key_mismatch_error, no_data_error
+from dcpfs.dcp.matching import describe_mismatches, key_mismatch_error, no_data_error
 
 __all__ = ["RenameLoadPlanner"]
 
@@ -93,8 +93,8 @@ class RenameLoadPlanner(LoadPlanner):
         self.missing = tuple(key for key in wanted if key not in placement.sources)
         self.unexpected = tuple(key for key in stored if key not in used)
         self.mismatched = self._find_mismatched(wanted, seen)
-        if self.missing or self.unexpected or self.mismatched:
-            error = key_mismatch_error(
+        if self.strict and (self.missing or self.unexpected or self.mismatched):
+            raise key_mismatch_error(
                 url_of_metadata(self.metadata),
                 missing=self.missing,
                 unexpected=self.unexpected,
@@ -102,10 +102,11 @@ class RenameLoadPlanner(LoadPlanner):
                 known=stored,
                 remedy="correct the names with rename or skip, or allow_partial_load=True to take what fits",
             )
-            if self.strict:
-                raise error
-            if self.missing or self.mismatched:
-                _logger.warning("%s", error.message.replace("Nothing was read: ", "The rest is loaded: "))
+        if self.missing or self.mismatched:
+            text = describe_mismatches(
+                missing=self.missing, mismatched=self.mismatched, known=self.unexpected or stored
+            )
+            _logger.warning("loading %s in part: %s; these stay as they are", url_of_metadata(self.metadata), text)
         fitting = {key: wanted[key] for key in placement.sources if key not in self.mismatched}
         _check_covered(fitting, seen)
         plan = create_default_local_load_plan(fitting, seen, strict=False)

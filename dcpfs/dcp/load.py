@@ -16,7 +16,6 @@ filled in place, other values are put back at the places and under the keys that
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -29,13 +28,12 @@ from dcpfs.config import CastPolicy, ReplicaReads, RetryConfig, TransferConfig, 
 from dcpfs.dcp.delivery import FetchTotals
 from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.flatten import Structure, unflatten
-from dcpfs.dcp.matching import Match, key_mismatch_error, wants_of_box
+from dcpfs.dcp.matching import Match, check_plausible, key_mismatch_error, wants_of_box
 from dcpfs.dcp.replicas import SharedWants, share_wants
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.dcp.state_filling import StateFilling
-from dcpfs.errors import CorruptCheckpointError
 from dcpfs.format.collector import paused_collector
-from dcpfs.format.index import BytesRecord, CheckpointIndex, TensorRecord
+from dcpfs.format.index import BytesRecord, CheckpointIndex
 from dcpfs.ranks import Ranks, portable_error
 from dcpfs.storage.location import Location
 
@@ -354,7 +352,7 @@ def read(
                 leaves[key] = None
                 fetch.add_object(key, record.location)
                 continue
-            _check_plausible(key, record, source.url)
+            check_plausible(key, record, source.url)
             tensor = torch.empty(record.shape, dtype=record.dtype)
             leaves[key] = tensor
             for want in wants_of_box(key, record, (0,) * len(record.shape), record.shape, tensor):
@@ -376,24 +374,6 @@ def read(
         totals.requests,
     )
     return cast("dict[str, object]", state)
-
-
-def _check_plausible(key: str, record: TensorRecord, url: str) -> None:
-    """Return when the entries of a tensor can hold it, so that no memory is asked for what isn't there.
-
-    Raises:
-        CorruptCheckpointError: They can't.
-    """
-    needed_bytes = math.prod(record.shape) * record.dtype.itemsize
-    if any(chunk.location.transforms for chunk in record.chunks):
-        return  # compressed: what is stored is smaller
-    stored_bytes = sum(chunk.location.length_bytes for chunk in record.chunks)
-    if stored_bytes < needed_bytes:
-        raise CorruptCheckpointError(
-            f"loading key {key!r} from {url}: the metadata promises {needed_bytes} bytes and lists entries of "
-            f"{stored_bytes}; it is damaged, so load another checkpoint",
-            key=key,
-        )
 
 
 def _choose(

@@ -31,7 +31,9 @@ from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryL
 __all__ = [
     "OVERLAPPING",
     "Match",
+    "check_plausible",
     "describe_mismatch",
+    "describe_mismatches",
     "key_mismatch_error",
     "local_boxes",
     "match_state",
@@ -230,6 +232,24 @@ def no_data_error(key: str, elements: int) -> CorruptCheckpointError:
     )
 
 
+def check_plausible(key: str, record: TensorRecord, url: str) -> None:
+    """Return when the entries of a tensor can hold it, so that no memory is asked for what isn't there.
+
+    Raises:
+        CorruptCheckpointError: They can't.
+    """
+    needed_bytes = math.prod(record.shape) * record.dtype.itemsize
+    if any(chunk.location.transforms for chunk in record.chunks):
+        return  # compressed: what is stored is smaller
+    stored_bytes = sum(chunk.location.length_bytes for chunk in record.chunks)
+    if stored_bytes < needed_bytes:
+        raise CorruptCheckpointError(
+            f"loading key {key!r} from {url}: the metadata promises {needed_bytes} bytes and lists entries of "
+            f"{stored_bytes}; it is damaged, so load another checkpoint",
+            key=key,
+        )
+
+
 def _near_chunks(
     chunks: tuple[ChunkRecord, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> Iterable[ChunkRecord]:
@@ -258,6 +278,20 @@ def key_mismatch_error(
 ) -> KeyMismatchError:
     """The one error for everything that does not fit, with the closest names of what the checkpoint has."""
     missing, unexpected, mismatched = list(missing), list(unexpected), dict(mismatched or {})
+    text = describe_mismatches(missing=missing, unexpected=unexpected, mismatched=mismatched, known=known)
+    message = f"loading {url}: {text}. Nothing was read: {remedy}"
+    return KeyMismatchError(message, missing=missing, unexpected=unexpected, mismatched=mismatched)
+
+
+def describe_mismatches(
+    *,
+    missing: Iterable[str] = (),
+    unexpected: Iterable[str] = (),
+    mismatched: Mapping[str, str] | None = None,
+    known: Iterable[str] = (),
+) -> str:
+    """What does not fit, as a part of a sentence."""
+    missing, unexpected, mismatched = list(missing), list(unexpected), dict(mismatched or {})
     parts = []
     if missing:
         candidates = unexpected or list(known)
@@ -269,8 +303,7 @@ def key_mismatch_error(
     if mismatched:
         shown = [f"{key!r} ({text})" for key, text in list(mismatched.items())[:_SHOWN]]
         parts.append(f"these differ: {_list(shown, len(mismatched))}")
-    message = f"loading {url}: " + "; ".join(parts) + f". Nothing was read: {remedy}"
-    return KeyMismatchError(message, missing=missing, unexpected=unexpected, mismatched=mismatched)
+    return "; ".join(parts)
 
 
 def _with_closest(key: str, candidates: list[str]) -> str:
