@@ -151,6 +151,10 @@ class TensorPayload:
             buffers.append(tail[max(0, start - payload_stop) : stop - payload_stop])
         return buffers
 
+    def crc32_from(self, first: int) -> int | None:
+        """CRC-32 of the piece of the payload that starts at its byte ``first`` and that `piece` gave out, else None."""
+        return None if self._seen is None else self._seen.crc32_from(first)
+
     def payload_range(self, start: int, stop: int) -> tuple[int, int]:
         """The part of the payload, in its own bytes, that lies within the entry's bytes ``start`` to ``stop``."""
         first = min(max(start - self.head_bytes, 0), self.payload_bytes)
@@ -200,6 +204,10 @@ class _Seen:
             self._missing_bytes -= length
             if self._missing_bytes <= 0:
                 self._changed.notify_all()
+
+    def crc32_from(self, start: int) -> int | None:
+        with self._changed:
+            return next((crc for first, _, crc in reversed(self._pieces) if first == start), None)
 
     def fail(self, error: BaseException) -> None:
         with self._changed:

@@ -17,10 +17,12 @@ from typing import IO, TYPE_CHECKING, cast
 
 import torch
 
+from dcpfs.dcp.file_checksums import FileChecksums
 from dcpfs.dcp.host_memory import tensor_bytes, to_host
 from dcpfs.dcp.payload import BytesPayload, Payload
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
 from dcpfs.dcp.upload import UploadReport
+from dcpfs.format.checksum import crc32
 from dcpfs.storage.store import Store
 
 if TYPE_CHECKING:
@@ -63,8 +65,11 @@ def upload_transformed(
     concurrency: int,
     budget: ByteBudget,
     on_bytes: Callable[[int], None],
+    checksums: FileChecksums | None = None,
 ) -> tuple[dict[int, Stored], UploadReport]:
     """Encode and send all entries. ``resolve`` is called in the calling thread; ``name_of`` names the n-th file.
+
+    ``checksums``, where given, is told that of each file.
 
     Raises:
         BaseException: The first failure; no file of this call is left behind.
@@ -91,7 +96,10 @@ def upload_transformed(
                 _encode(payloads[number], tensors.pop(number, None), content, extensions)
                 stored[number] = Stored(name, offset, content.tell() - offset)
             published.append(name)  # before: a put that fails may still have taken effect
-            _send(store, name, memoryview(content.getvalue()))
+            encoded = memoryview(content.getvalue())
+            if checksums is not None:
+                checksums.add(name, 0, len(encoded), crc32(encoded))
+            _send(store, name, encoded)
             on_bytes(content.tell())
 
         return run

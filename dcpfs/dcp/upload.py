@@ -22,15 +22,17 @@ the last part of the last file has been sent; on any failure all are aborted, or
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from dcpfs.dcp.file_checksums import FileChecksums
 from dcpfs.dcp.host_memory import HostBuffer, HostStaging, flat_bytes, tensor_bytes, to_host
 from dcpfs.dcp.payload import BytesPayload, Payload, TensorPayload
 from dcpfs.dcp.placement import FileLayout, Piece, cut
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
+from dcpfs.format.checksum import crc32, crc32_combine
 from dcpfs.storage.store import Buffer, PartRange, Sink, Store
 
 __all__ = ["UploadReport", "Uploader"]
@@ -65,6 +67,7 @@ class Uploader:
         concurrency: Most parts in flight.
         budget: Memory beyond the state itself.
         on_bytes: Told the size of each part when it has been sent; called in any thread, one call at a time.
+        checksums: Told the checksum of each part before it is sent; None: nobody needs those of whole files.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Uploader:
         concurrency: int,
         budget: ByteBudget,
         on_bytes: Callable[[int], None] | None = None,
+        checksums: FileChecksums | None = None,
     ) -> None:
         self._store = store
         self._payloads = payloads
@@ -85,6 +89,7 @@ class Uploader:
         self._concurrency = concurrency
         self._budget = budget
         self._on_bytes = on_bytes
+        self._checksums = checksums
         self._lock = threading.Lock()
         self._parallel_parts = store.capabilities.parallel_parts
         self._sizes_bytes = [payload.size_bytes for payload in payloads]
@@ -168,7 +173,7 @@ class Uploader:
         parts = sink.parts()
         largest_bytes = max(part.size_bytes for part in parts)
         for index, (part, pieces) in enumerate(cut(layout, self._sizes_bytes, parts)):
-            job = self._prepare(_PartJob(self, sink, part, index, turn), pieces, largest_bytes)
+            job = self._prepare(_PartJob(self, name, sink, part, index, turn), pieces, largest_bytes)
             self._report.requests += 1
             yield Task(0, job.run, job.discard)
 
@@ -269,6 +274,23 @@ class Uploader:
             with self._lock:
                 self._on_bytes(size_bytes)
 
+    def note_checksum(self, name: str, part: PartRange, joined: Sequence[Buffer], known: Mapping[int, int]) -> None:
+        """Take the checksum of a part. Any thread.
+
+        Args:
+            name: Of the file.
+            part: The part.
+            joined: What fills it.
+            known: CRC-32 of those buffers that have one already, by their address.
+        """
+        if self._checksums is None:
+            return
+        total = 0
+        for buffer in joined:
+            crc = known.get(id(buffer))
+            total = crc32(buffer, total) if crc is None else crc32_combine(total, crc, len(buffer))
+        self._checksums.add(name, part.start, part.size_bytes, total)
+
     def give_back(self, size_bytes: int) -> None:
         """Memory of a part is free again. Any thread."""
         if size_bytes:
@@ -328,10 +350,25 @@ class _Turn:
 class _PartJob:
     """One part: what fills it, and what it holds while in flight."""
 
-    __slots__ = ("_index", "_part", "_sink", "_turn", "_uploader", "buffer", "cost_bytes", "loads", "loans", "staged")
+    __slots__ = (
+        "_index",
+        "_name",
+        "_part",
+        "_sink",
+        "_turn",
+        "_uploader",
+        "buffer",
+        "cost_bytes",
+        "loads",
+        "loans",
+        "staged",
+    )
 
-    def __init__(self, uploader: Uploader, sink: Sink, part: PartRange, index: int, turn: _Turn | None) -> None:
+    def __init__(
+        self, uploader: Uploader, name: str, sink: Sink, part: PartRange, index: int, turn: _Turn | None
+    ) -> None:
         self._uploader = uploader
+        self._name = name
         self._sink = sink
         self._part = part
         self._index = index
@@ -365,14 +402,22 @@ class _PartJob:
                 payload, piece, _ = self.loads[slot]
                 self.loads[slot] = (payload, piece, view[start:stop])
         buffers: list[Buffer] = []
+        known: dict[int, int] = {}
         for payload, piece, host in self.loads:
             if isinstance(payload, BytesPayload):
                 buffers += payload.piece(piece.start, piece.stop)
             elif piece.whole:
                 buffers += payload.whole(host)
+                if payload.payload_bytes >= _SMALL_BYTES:
+                    known[id(buffers[-2])] = payload.crc32
             else:
+                position = len(buffers) + (piece.start < payload.head_bytes)
                 buffers += payload.piece(piece.start, piece.stop, host)
+                crc = payload.crc32_from(payload.payload_range(piece.start, piece.stop)[0])
+                if crc is not None and position < len(buffers):
+                    known[id(buffers[position])] = crc
         joined = _join_small(buffers)
+        self._uploader.note_checksum(self._name, self._part, joined, known)
         if self._turn is not None:
             self._turn.wait(self._index)
         self._sink.write_part(self._part, joined)

@@ -42,6 +42,7 @@ from torch.futures import Future
 from dcpfs.config import RetryConfig, TransferConfig, Trust
 from dcpfs.dcp.accounting import account
 from dcpfs.dcp.agreement import check_replicas
+from dcpfs.dcp.file_checksums import FileChecksums
 from dcpfs.dcp.flatten import STRUCTURE_ATTRIBUTE
 from dcpfs.dcp.item_values import ItemValues
 from dcpfs.dcp.placement import count_files, place
@@ -130,6 +131,8 @@ class FsspecStorageWriter(StorageWriter):
         self._started_seconds = 0.0
         self._written = UploadReport()
         self._files: list[str] = []
+        self._checksums: FileChecksums | None = None
+        self._first_file_number = 0
 
     @property
     def checkpoint_id(self) -> str:
@@ -240,7 +243,8 @@ class FsspecStorageWriter(StorageWriter):
         name = METADATA_NAME if self._use_collectives else rank_metadata_name(self._rank)
         try:
             try:
-                entries = self._publish(store, name, metadata, results)
+                encoded, entries = self._encode_metadata(metadata, results)
+                store.put(name, [encoded], if_absent=not self._overwrite)
             except ObjectExistsError as error:  # and it vouches for files of these very names: nothing is deleted
                 raise CheckpointExistsError(
                     f"can't publish the checkpoint at {self._location.redacted}: another save to this URL "
@@ -321,11 +325,12 @@ class FsspecStorageWriter(StorageWriter):
                 store,
                 payloads,
                 source.resolve,
-                lambda number: data_file_name(self._rank, number),
+                self._name_file,
                 self._extensions,
                 concurrency=concurrency,
                 budget=budget,
                 on_bytes=progress.add,
+                checksums=self._checksums,
             )
             # As readers undo them: from the stored bytes inwards. torch's writer notes the reverse, and of two
             # transforms whose order counts it can't read what it wrote.
@@ -336,7 +341,7 @@ class FsspecStorageWriter(StorageWriter):
             ]
         sizes_bytes = [payload.size_bytes for payload in payloads]
         layouts = place(sizes_bytes, files=self._count_files(store, sizes_bytes))
-        files = [(data_file_name(self._rank, number), layout) for number, layout in enumerate(layouts)]
+        files = [(self._name_file(number), layout) for number, layout in enumerate(layouts)]
         uploader = Uploader(
             store,
             payloads,
@@ -345,6 +350,7 @@ class FsspecStorageWriter(StorageWriter):
             concurrency=concurrency,
             budget=budget,
             on_bytes=progress.add,
+            checksums=self._checksums,
         )
         # A save up to this size takes seconds: collection, which would walk all its records, waits for its end.
         with paused_collector() if sum(sizes_bytes) <= _PAUSED_BYTES else contextlib.nullcontext():
@@ -358,6 +364,9 @@ class FsspecStorageWriter(StorageWriter):
                     results[number] = _result(items[number], info)
             return [result for result in results if result is not None]
 
+    def _name_file(self, number: int) -> str:
+        return data_file_name(self._rank, self._first_file_number + number)
+
     def _count_files(self, store: Store, sizes_bytes: Sequence[int]) -> int:
         total_bytes = sum(sizes_bytes)
         wish_bytes = self._transfer.file_bytes
@@ -370,9 +379,10 @@ class FsspecStorageWriter(StorageWriter):
         # All files of a rank are published together, so they are open together.
         return min(files, store.capabilities.max_open_sinks or files)
 
-    def _publish(
-        self, store: Store, name: str, metadata: Metadata, results: list[list[WriteResult]]
-    ) -> list[tuple[MetadataIndex, EntryInfo]]:
+    def _encode_metadata(
+        self, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> tuple[bytes, list[tuple[MetadataIndex, EntryInfo]]]:
+        """Check that every promised entry was written; the content of ``.metadata``, and where each entry lies."""
         with paused_collector():
             entries = account(metadata, results, where=self._location.redacted)
             metadata.version = DCP_VERSION
@@ -381,8 +391,7 @@ class FsspecStorageWriter(StorageWriter):
             )
             structure = getattr(metadata, STRUCTURE_ATTRIBUTE, None)
             encoded = encode_metadata(metadata, structure=structure, save_id=self._save_id, entries=entries)
-        store.put(name, [encoded], if_absent=not self._overwrite)
-        return entries
+        return encoded, entries
 
     def _log_saved(self) -> None:
         seconds = time.monotonic() - self._started_seconds

@@ -5,6 +5,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcpfs.format import checksum
 from dcpfs.format.checksum import crc32, crc32_combine
 
 
@@ -40,3 +41,9 @@ def test_lengths_beyond_32_bits_join() -> None:
     for _ in range(1 << 7):
         one_step = crc32_combine(one_step, block, 1 << 26)
     assert crc == one_step
+
+
+@given(st.integers(0, 0xFFFFFFFF), st.integers(0, 0xFFFFFFFF), st.integers(1, (1 << 63) - 1))
+def test_both_ways_to_join_agree(first: int, second: int, length_bytes: int) -> None:
+    assert crc32_combine(first, second, length_bytes) == checksum._combine(first, second, length_bytes)
+    assert crc32_combine(first, second, 0) == first
