@@ -1,0 +1,434 @@
+"""Which step of a run to resume from.
+
+Problem: resuming from the highest directory picks one that was never finished (case 40); resuming from whatever
+``latest_checkpoint.txt`` says picks one that was removed or damaged since; and starting from scratch in silence, since
+nothing could be found, costs weeks.
+
+Way taken: ``latest_checkpoint.txt``, one GET, decides when it names a complete step, for people edit it to roll back.
+Else the newest complete step wins. What was passed over is said by name. Nothing usable is only "from scratch" when
+nothing was ever committed; when something was, it is an error.
+
+`StepSearch` hands out candidates one after the other, best first, so that a step whose checksums turn out wrong, in the
+middle of a load too, is followed by the next best. One rank searches and tells the others: two ranks that look at a
+store a second apart can see different steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from dcpfs.checkpointer.completeness import (
+    FileFault,
+    StepState,
+    StepStatus,
+    check_key_directory,
+    check_step,
+    check_step_at,
+    get_if_there,
+)
+from dcpfs.checkpointer.layout import LATEST_NAME, MANIFEST_NAME, parse_latest, parse_step_name, step_name
+from dcpfs.config import Trust
+from dcpfs.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
+from dcpfs.format.names import METADATA_NAME
+from dcpfs.storage.store import Store
+
+__all__ = [
+    "Choice",
+    "Found",
+    "Place",
+    "StepSearch",
+    "check_location",
+    "choose_step",
+    "list_statuses",
+    "list_steps",
+    "read_latest",
+]
+
+logger = logging.getLogger(__name__)
+
+_ASKED_AT_ONCE = 8
+_NAMED_AT_MOST = 8
+_RUN_SUBDIRECTORY = "checkpoints"
+
+Verify = Callable[[StepStatus], Sequence[FileFault]]
+
+
+def list_steps(store: Store) -> list[int]:
+    """Iterations of the directories that bear a step's name, ascending, whatever lies in them. One listing.
+
+    Raises:
+        StorageError: The store could not be asked.
+    """
+    return _list_names(store, "")[0]
+
+
+def _list_names(store: Store, root: str) -> tuple[list[int], list[str]]:
+    """Iterations of steps, and names that only look like steps."""
+    found: set[int] = set()
+    alike = []
+    for name in store.list_directories(root):
+        iteration = parse_step_name(name)
+        if iteration is not None:
+            found.add(iteration)
+        elif name.startswith("iter"):
+            alike.append(name)
+    return sorted(found), sorted(alike)
+
+
+def read_latest(store: Store, root: str = "") -> int | None:
+    """The iteration that ``latest_checkpoint.txt`` names, or None. One GET. What it names need not be there.
+
+    A file that names no step is a warning.
+
+    Args:
+        store: Only read.
+        root: The ``save_dir``, relative to the store.
+
+    Raises:
+        StorageError: The store could not be asked.
+    """
+    path = _join(root, LATEST_NAME)
+    data = get_if_there(store, path)
+    if data is None:
+        return None
+    iteration = parse_latest(data[:4096].decode("utf-8", "replace"))
+    if iteration is None:
+        logger.warning(
+            "%s names no step (%r): ignored; write the name of one into it, such as %s",
+            store.location.join(path),
+            data[:80],
+            step_name(5),
+        )
+    return iteration
+
+
+def list_statuses(
+    store: Store, iterations: Collection[int] | None = None, *, trust: Trust = Trust.ALLOWLIST
+) -> list[StepStatus]:
+    """A look at steps, ascending; at all of them by default, absent ones left out. Several are asked for at once.
+
+    Args:
+        store: Opened at ``save_dir``.
+        iterations: Which ones; None: all.
+        trust: As for `check_step`.
+
+    Raises:
+        StorageError: The store could not be asked.
+    """
+    latest = read_latest(store)
+    wanted = sorted(list_steps(store) if iterations is None else iterations)
+    with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(wanted) or 1), "dcpfs-look") as pool:
+        found = list(pool.map(lambda each: check_step(store, each, named=each == latest, trust=trust), wanted))
+    return [status for status in found if status.state is not StepState.ABSENT]
+
+
+class StepSearch:
+    """Candidates to resume from, best first. One rank's; not thread-safe.
+
+    Every look is fresh. What is handed out and does not serve is told with `reject`, and the next call of `find` gives
+    the next best.
+
+    Args:
+        store: Opened at ``save_dir``. Only read.
+        load_step: The user's choice: this step or none.
+        trust: What may be unpickled from the ``.metadata`` of a foreign step.
+        root: The ``save_dir``, relative to the store.
+
+    Attributes:
+        skipped: What was passed over so far, in the order in which it was looked at.
+        latest: What ``latest_checkpoint.txt`` names, once asked.
+        committed_ever: Whether there is a sign that any save ever finished there.
+    """
+
+    def __init__(
+        self, store: Store, *, load_step: int | None = None, trust: Trust = Trust.ALLOWLIST, root: str = ""
+    ) -> None:
+        self._store = store
+        self._root = root
+        self._location = store.location.join(root)
+        self._load_step = load_step
+        self._trust = trust
+        self._candidates = self._search()
+        self._current: StepStatus | None = None
+        self.skipped: list[StepStatus] = []
+        self.latest: int | None = None
+        self.committed_ever = False
+
+    def find(self) -> StepStatus | None:
+        """The next candidate, or None when nothing was ever committed there.
+
+        Raises:
+            CheckpointNotFoundError: ``load_step`` is not there.
+            IncompleteCheckpointError: There were committed steps, and none is usable any more.
+            StorageError: The store could not be asked.
+        """
+        self._current = next(self._candidates, None)
+        if self._current is not None:
+            return self._current
+        if self._load_step is not None:
+            raise self._unusable_choice()
+        if self.committed_ever:
+            raise self._none_usable()
+        names = "; ".join(status.describe() for status in self.skipped[:_NAMED_AT_MOST])
+        logger.warning(
+            "%s has no committed step: starting from scratch%s",
+            self._location,
+            f". Passed over: {names}; to resume from one of them, write its name into {LATEST_NAME} or set load_step"
+            if names
+            else "",
+        )
+        return None
+
+    def reject(self, reason: str) -> None:
+        """The last candidate does not serve, for the reason given."""
+        if self._current is not None:
+            self._skip(replace(self._current, state=StepState.DAMAGED, reason=reason))
+            self._current = None
+
+    def _search(self) -> Iterator[StepStatus]:
+        if self._load_step is not None:
+            status = self._look(self._load_step, named=True)
+            if status.is_complete:
+                yield status
+            else:
+                self.skipped.append(status)
+            return
+        self.latest = read_latest(self._store, self._root)
+        iterations, alike = _list_names(self._store, self._root)
+        if alike:
+            logger.warning(
+                "%s: not taken for steps, by their names: %s", self._location, ", ".join(alike[:_NAMED_AT_MOST])
+            )
+        looked_at: dict[int, StepStatus] = {}
+        if self.latest is not None:
+            self.committed_ever = True
+            status = looked_at[self.latest] = self._look(self.latest, named=True)
+            if status.is_complete:
+                looked_at.update(self._note_newer(self.latest, iterations))
+                yield status
+            else:
+                self._skip(status)
+        for iteration in reversed(iterations):
+            if iteration == self.latest:
+                continue
+            found = looked_at.get(iteration)
+            status = self._look(iteration, named=False) if found is None else found
+            self.committed_ever = self.committed_ever or status.was_committed
+            if status.is_complete:
+                yield status
+            elif status.state is not StepState.ABSENT:
+                self._skip(status)
+
+    def _note_newer(self, latest: int, iterations: Sequence[int]) -> dict[int, StepStatus]:
+        """Say that there is a newer complete step than the one that is named."""
+        looked_at: dict[int, StepStatus] = {}
+        for iteration in reversed(iterations):
+            if iteration <= latest:
+                break
+            status = looked_at[iteration] = self._look(iteration, named=False)
+            if status.is_complete:
+                logger.warning(
+                    "%s names %s, so that is resumed from, although %s is complete and newer",
+                    self._location.join(LATEST_NAME),
+                    step_name(latest),
+                    step_name(iteration),
+                )
+                break
+        return looked_at
+
+    def _look(self, iteration: int, *, named: bool) -> StepStatus:
+        path = _join(self._root, step_name(iteration))
+        return check_step_at(self._store, path, named=named, trust=self._trust)
+
+    def _skip(self, status: StepStatus) -> None:
+        self.skipped.append(status)
+        logger.warning("%s: %s is passed over", self._location, status.describe())
+
+    def _unusable_choice(self) -> IncompleteCheckpointError | CheckpointNotFoundError:
+        status = self.skipped[-1]
+        remedy = "choose another load_step"
+        if status.state is StepState.ABSENT:
+            there = [step_name(iteration) for iteration in _list_names(self._store, self._root)[0][-_NAMED_AT_MOST:]]
+            return CheckpointNotFoundError(
+                f"resuming from {status.url}: there is no such step; {remedy}"
+                + (f" (the newest are {', '.join(there)})" if there else f", or correct {self._location}")
+            )
+        return IncompleteCheckpointError(
+            f"resuming from {status.url}: it can't be used, {status.reason}; {remedy}", missing=status.missing
+        )
+
+    def _none_usable(self) -> IncompleteCheckpointError:
+        named = "; ".join(status.describe() for status in self.skipped[:_NAMED_AT_MOST])
+        more = len(self.skipped) - _NAMED_AT_MOST
+        return IncompleteCheckpointError(
+            f"resuming from {self._location}: steps were committed there and none can be used: {named}"
+            + (f"; and {more} more" if more > 0 else "")
+            + f"; repair one, or remove {LATEST_NAME} and the steps to start from scratch",
+            missing=[name for status in self.skipped for name in status.missing],
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search came to.
+
+    Attributes:
+        status: The step, or None: from scratch.
+        skipped: What was passed over.
+        committed_ever: Whether there is a sign that any save ever finished there.
+        latest: What ``latest_checkpoint.txt`` names.
+    """
+
+    status: StepStatus | None
+    skipped: tuple[StepStatus, ...] = ()
+    committed_ever: bool = False
+    latest: int | None = field(default=None)
+
+
+def choose_step(
+    store: Store,
+    *,
+    load_step: int | None = None,
+    verify: Verify | None = None,
+    trust: Trust = Trust.ALLOWLIST,
+    root: str = "",
+) -> Choice:
+    """The step to resume from. One rank asks, and broadcasts what it got.
+
+    Args:
+        store: Opened at ``save_dir``. Only read.
+        load_step: The user's choice: this step or an error.
+        verify: Called with a complete step; what it finds wrong makes the next best step the choice. Usually
+            `verify_step` with the files dealt out over ranks.
+        trust: What may be unpickled from the ``.metadata`` of a foreign step.
+        root: The ``save_dir``, relative to the store.
+
+    Raises:
+        CheckpointNotFoundError: ``load_step`` is not there.
+        IncompleteCheckpointError: There were committed steps, and none is usable any more.
+        StorageError: The store could not be asked.
+    """
+    search = StepSearch(store, load_step=load_step, trust=trust, root=root)
+    while True:
+        status = search.find()
+        faults = verify(status) if verify is not None and status is not None else ()
+        if not faults:
+            return Choice(status, tuple(search.skipped), search.committed_ever, search.latest)
+        search.reject("; ".join(str(fault) for fault in faults[:_NAMED_AT_MOST]))
+
+
+class Place(str, Enum):
+    """What a ``load_path`` names."""
+
+    STEP = "step"
+    """A step's directory, ours or another tool's."""
+    RUN = "run"
+    """A ``save_dir``, or the directory above one called ``checkpoints``: its latest complete step."""
+    KEY = "key"
+    """One key's directory: a checkpoint of torch's own."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies at a ``load_path``.
+
+    Attributes:
+        place: What it names.
+        status: The step, complete; for a key's directory a status of that directory alone. Its ``path`` is relative to
+            the store. Its ``iteration`` is None where neither a name nor a manifest tells.
+        key: Last segment of the location, for a key's directory.
+    """
+
+    place: Place
+    status: StepStatus
+    key: str | None = None
+
+
+def check_location(
+    store: Store, *, verify: Verify | None = None, trust: Trust = Trust.ALLOWLIST, load_step: int | None = None
+) -> Found:
+    """Find out what a ``load_path`` names, and that it can be loaded. One rank asks, and broadcasts what it got.
+
+    Args:
+        store: Opened at the ``load_path``. Only read.
+        verify: As for `choose_step`; of a step or key that is named itself, a fault is an error.
+        trust: What may be unpickled from a foreign ``.metadata``.
+        load_step: Which step of a run directory.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        IncompleteCheckpointError: There is one that can't be used.
+        CorruptCheckpointError: ``verify`` found a fault in what the path names.
+        ConfigError: ``load_step`` was given for what is no run directory.
+        StorageError: The store could not be asked.
+    """
+    found = _find_place(store, verify, trust, load_step)
+    status = found.status
+    if status.state is StepState.ABSENT:
+        raise CheckpointNotFoundError(
+            f"loading from {status.url}: there is no checkpoint; it has no {MANIFEST_NAME}, no {METADATA_NAME}, and "
+            "no step; correct load_path"
+        )
+    if not status.is_complete:
+        raise IncompleteCheckpointError(
+            f"loading from {status.url}: it can't be used, {status.reason}; correct load_path", missing=status.missing
+        )
+    if load_step is not None and found.place is not Place.RUN:
+        raise ConfigError(
+            f"load_step {load_step} was given, and {store.location} is a {found.place.value}, not a directory of steps"
+        )
+    if verify is not None and found.place is not Place.RUN:
+        faults = verify(status)
+        if faults:
+            raise CorruptCheckpointError(
+                f"loading from {status.url}: {'; '.join(map(str, faults[:_NAMED_AT_MOST]))}; load another checkpoint",
+                file=faults[0].file,
+                key=faults[0].key,
+            )
+    return found
+
+
+def _find_place(store: Store, verify: Verify | None, trust: Trust, load_step: int | None) -> Found:
+    if store.exists(MANIFEST_NAME):
+        return Found(Place.STEP, check_step_at(store, trust=trust))
+    segments = store.location.url.rstrip("/").split("/")
+    if store.exists(METADATA_NAME):
+        status = check_key_directory(store, trust=trust)
+        iteration = parse_step_name(segments[-2]) if len(segments) > 1 else None
+        return Found(Place.KEY, replace(status, iteration=iteration), segments[-1])
+    root = _find_run(store)
+    if root is not None:
+        choice = choose_step(store, load_step=load_step, verify=verify, trust=trust, root=root)
+        if choice.status is not None:
+            return Found(Place.RUN, choice.status)
+        raise IncompleteCheckpointError(
+            f"loading from {store.location.join(root)}: none of its steps was committed; name one of them in load_path"
+        )
+    return Found(Place.STEP, check_step_at(store, trust=trust))
+
+
+def _find_run(store: Store) -> str | None:
+    """The directory of steps at a location, or right below it; None when it is none."""
+    if store.exists(LATEST_NAME):
+        return ""
+    if store.capabilities.listable:
+        names = list(store.list_directories(""))
+        if any(parse_step_name(name) is not None for name in names):
+            return ""
+        if _RUN_SUBDIRECTORY in names and _find_run_in(store, _RUN_SUBDIRECTORY):
+            return _RUN_SUBDIRECTORY
+    return None
+
+
+def _find_run_in(store: Store, root: str) -> bool:
+    if store.exists(_join(root, LATEST_NAME)):
+        return True
+    return any(parse_step_name(name) is not None for name in store.list_directories(root))
+
+
+def _join(root: str, name: str) -> str:
+    return f"{root}/{name}" if root else name
