@@ -49,12 +49,13 @@ from dcpfs.dcp.coverage import find_fault
 from dcpfs.dcp.exactness import check_storable_tensor
 from dcpfs.dcp.flatten import STRUCTURE_ATTRIBUTE, Structure, flatten, merge_structures
 from dcpfs.dcp.host_memory import tensor_bytes
+from dcpfs.dcp.shard_items import ShardItems, plan_shards
 from dcpfs.dcp.sharing import choose_writers
 from dcpfs.errors import ReplicaMismatchError, UnsupportedValueError
 from dcpfs.format.checksum import crc32
 from dcpfs.format.collector import paused_collector
 from dcpfs.format.entries import encode_object
-from dcpfs.torch_private import create_write_items, find_shard, flatten_sharded_tensors, settle
+from dcpfs.torch_private import find_shard, flatten_sharded_tensors, settle
 
 __all__ = ["DifferingValues", "SavePlanner"]
 
@@ -102,6 +103,7 @@ class SavePlanner(TorchSavePlanner):
         enable_plan_caching: As torch's: while the structure of the state (dtypes and key types included) stays the
             same on all ranks, plans are not exchanged again. Values of ranks are then not compared.
         trust: `Trust.PICKLE`: objects that a default load refuses are saved all the same.
+        world_size: Number of ranks that save; None: of the default process group.
     """
 
     hands_out_references = True
@@ -115,7 +117,9 @@ class SavePlanner(TorchSavePlanner):
         differing_values: DifferingValues = DifferingValues.WARN,
         enable_plan_caching: bool = False,
         trust: Trust = Trust.ALLOWLIST,
+        world_size: int | None = None,
     ) -> None:
+        self._world_size = world_size
         self._differing_values = DifferingValues(differing_values)
         self._caching = enable_plan_caching
         self._trust = Trust(trust)
@@ -154,7 +158,10 @@ class SavePlanner(TorchSavePlanner):
         Raises:
             UnsupportedValueError: A value that can't be stored exactly; names its key.
         """
-        compare = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        world_size = self._world_size
+        if world_size is None:
+            world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        compare = world_size > 1
         with paused_collector():
             items, digests = self._plan_items(compare=compare)
         plan = SavePlan(items, planner_data=_PlannerData(self._structure, digests))
@@ -230,7 +237,7 @@ class SavePlanner(TorchSavePlanner):
 
     @property
     def find_plain(self) -> Callable[[str], torch.Tensor | None] | None:
-        """Finds the tensor of a key if `create_local_plan` found it plain and checked it; quicker than `resolve_data`.
+        """Finds what `create_local_plan` found to be one piece of memory and checked; quicker than `resolve_data`.
 
         None where a subclass resolves in its own way.
         """
@@ -243,6 +250,7 @@ class SavePlanner(TorchSavePlanner):
         digests: dict[str, int] = {}
         plain = self._plain
         described: dict[tuple[torch.dtype, torch.Size, bool], tuple[dict[str, object], dict[str, object]]] = {}
+        shards = ShardItems(self._state)
         for fqn, value in self._state.items():
             if _is_whole(value) and isinstance(value, torch.Tensor):
                 check_storable_tensor(fqn, value)
@@ -265,28 +273,19 @@ class SavePlanner(TorchSavePlanner):
                     digest = _tensor_digest(value)
                     if digest is not None:
                         digests[fqn] = digest
+            elif type(value) is DTensor:
+                part = shards.plan(fqn, value)
+                if part is not None:
+                    items.append(part[0])
+                    plain[fqn] = part[1]
             elif isinstance(value, torch.Tensor):
-                items += self._plan_shards(fqn, value)
+                items += plan_shards(self._state, fqn, value)
             else:
                 items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
                 encoded = self._objects[fqn] = self._encode(fqn, value)
                 if compare:
                     digests[fqn] = crc32(encoded)
         return items, digests
-
-    def _plan_shards(self, fqn: str, value: torch.Tensor) -> list[WriteItem]:
-        if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-            return []  # this rank is not part of its mesh
-        try:
-            items = create_write_items(fqn, value)
-        except (RuntimeError, ValueError, TypeError) as error:  # e.g. a DTensor with partial sums
-            raise UnsupportedValueError(f"can't save {fqn!r}: {error}") from error
-        for item in items:
-            if item.type is not WriteItemType.BYTE_IO:
-                shard = find_shard(self._state, item.index)
-                if isinstance(shard, torch.Tensor):
-                    check_storable_tensor(fqn, settle(shard))
-        return items
 
     def _encode(self, fqn: str, value: object) -> bytes:
         if type(value) not in _SCALARS:
