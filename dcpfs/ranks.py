@@ -125,6 +125,62 @@ class Ranks:
         dist.scatter_object_list(box, values, group=self.group, group_src=0)
         return box[0]
 
+    def gather_outcomes(self, value: T, error: BaseException | None) -> list[T] | DcpfsError | None:
+        """At the coordinator each rank's value, or the error of the lowest that failed; None elsewhere. Collective.
+
+        Args:
+            value: What this rank has, where it has no error.
+            error: Its error; not raised here.
+        """
+        report = None if error is None else portable_error(error, self.rank)
+        reports = self.gather((value if error is None else None, report))
+        if reports is None:
+            return None
+        failed = [each for _, each in reports if each is not None]
+        if failed:
+            return _first_of(failed)
+        return [each for each, _ in reports]  # type: ignore[misc]  # no error: every rank brought its value
+
+    def scatter_outcome(
+        self, values: Sequence[T] | None, failure: BaseException | None, own: BaseException | None
+    ) -> T:
+        """Hand each rank its own of the coordinator's values, or raise on all ranks. Collective.
+
+        Args:
+            values: At the coordinator one per rank, unless it failed.
+            failure: Why the coordinator has none.
+            own: This rank's error, raised before what it is told.
+        """
+        replies: list[tuple[T | None, DcpfsError | None]] | None = None
+        if self.is_coordinator:
+            report = None if failure is None else portable_error(failure, self.rank)
+            each = values if values is not None else [None] * self.world_size
+            replies = [(value, report) for value in each]
+        value, report = self.scatter(replies)
+        _raise_first(own, failure, report)
+        return value  # type: ignore[return-value]  # no error: the coordinator had a value for every rank
+
+    def broadcast_outcome(self, value: T, failure: BaseException | None, own: BaseException | None) -> T:
+        """Hand all ranks the coordinator's value, or raise on all ranks. Collective.
+
+        Args:
+            value: The coordinator's counts.
+            failure: Why the coordinator failed, if it did.
+            own: This rank's error, raised before what it is told.
+        """
+        value, error = self.broadcast_verdict(value, failure, own)
+        if error is not None:
+            raise error
+        return value
+
+    def broadcast_verdict(
+        self, value: T, failure: BaseException | None, own: BaseException | None
+    ) -> tuple[T, BaseException | None]:
+        """As `broadcast_outcome`; the error, if there is one, is returned. Collective."""
+        report = None if failure is None else portable_error(failure, self.rank)
+        value, report = self.broadcast((value, report))
+        return value, own or failure or report
+
     def largest(self, words: Sequence[int]) -> list[int]:
         """The largest of each word over all ranks: one small reduction, no pickling. Collective.
 
@@ -159,12 +215,22 @@ class Ranks:
         if error is not None:
             raise error
         if failed:
-            first = failed[0]
-            if len(failed) > 1:
-                others = ", ".join(str(report.rank) for report in failed[1:])
-                first.message = f"{first.message} (rank {others} failed as well)"
-            raise first
+            raise _first_of(failed)
         return [value for _, value in reports]  # type: ignore[misc]  # no error: every rank brought its value
+
+
+def _first_of(failed: Sequence[DcpfsError]) -> DcpfsError:
+    first = failed[0]
+    if len(failed) > 1:
+        others = ", ".join(str(report.rank) for report in failed[1:])
+        first.message = f"{first.message} (rank {others} failed as well)"
+    return first
+
+
+def _raise_first(*errors: BaseException | None) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 def _cpu_group(group: ProcessGroup) -> ProcessGroup:

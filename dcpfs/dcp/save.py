@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +29,7 @@ from dcpfs.config import RetryConfig, TransferConfig, Trust
 from dcpfs.dcp.save_planner import SavePlanner
 from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import ConfigError, DcpfsError
-from dcpfs.ranks import Ranks, portable_error
+from dcpfs.ranks import Ranks
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
 
 __all__ = ["SaveReport", "save"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ class _Session:
     def _run(self, plan: SavePlan | None, error: BaseException | None) -> str:
         metadata: Metadata | None = None
         url = "" if self._writer is None else self._writer.checkpoint_id
-        plans = self._gather((plan, url), error)
+        plans = self._ranks.gather_outcomes((plan, url), error)
         assigned: list[SavePlan] | None = None
         failure: BaseException | None = None
         if plans is not None and not isinstance(plans, DcpfsError):
@@ -205,14 +203,14 @@ class _Session:
                 failure = caught
         elif plans is not None:
             failure = plans
-        mine = self._scatter(assigned, failure, error)
+        mine = self._ranks.scatter_outcome(assigned, failure, error)
         results: list[WriteResult] | None = None
         error = None
         try:
             results = self.writer.write_data(self._planner.finish_plan(mine), self._planner).value()
         except BaseException as caught:  # noqa: BLE001 - handed to all ranks below, and raised
             error = caught
-        written = self._gather(results, error)
+        written = self._ranks.gather_outcomes(results, error)
         failure = None
         if metadata is not None and written is not None and not isinstance(written, DcpfsError):
             try:
@@ -221,46 +219,8 @@ class _Session:
                 failure = caught
         elif isinstance(written, DcpfsError):
             failure = written
-        return self._broadcast(self.writer.save_id, failure, error, discard=isinstance(written, DcpfsError))
-
-    def _gather(self, value: T, error: BaseException | None) -> list[T] | DcpfsError | None:
-        """At the coordinator the values, or the error of the lowest rank that failed; None elsewhere."""
-        report = None if error is None else portable_error(error, self._ranks.rank)
-        reports = self._ranks.gather((value if error is None else None, report))
-        if reports is None:
-            return None
-        failed = [each for _, each in reports if each is not None]
-        if failed:
-            if len(failed) > 1:
-                others = ", ".join(str(each.rank) for each in failed[1:])
-                failed[0].message += f" (rank {others} failed as well)"
-            return failed[0]
-        return [each for each, _ in reports]  # type: ignore[misc]  # no error: every rank brought its value
-
-    def _scatter(
-        self, plans: list[SavePlan] | None, failure: BaseException | None, own: BaseException | None
-    ) -> SavePlan:
-        replies: list[tuple[SavePlan | None, DcpfsError | None]] | None = None
-        if self._ranks.is_coordinator:
-            report = None if failure is None else portable_error(failure, self._ranks.rank)
-            each = plans if plans is not None else [None] * self._ranks.world_size
-            replies = [(plan, report) for plan in each]
-        plan, report = self._ranks.scatter(replies)
-        self._raise_first(own, failure, report)
-        if plan is None:
-            raise RuntimeError("the coordinator sent no plan")
-        return plan
-
-    def _broadcast(
-        self, save_id: str, failure: BaseException | None, own: BaseException | None, *, discard: bool
-    ) -> str:
-        report = None if failure is None else portable_error(failure, self._ranks.rank)
-        save_id, report, self._discard = self._ranks.broadcast((save_id, report, discard))
-        self._raise_first(own, failure, report)
+        said = self.writer.save_id, isinstance(written, DcpfsError)
+        (save_id, self._discard), verdict = self._ranks.broadcast_verdict(said, failure, error)
+        if verdict is not None:
+            raise verdict
         return save_id
-
-    def _raise_first(self, own: BaseException | None, failure: BaseException | None, report: DcpfsError | None) -> None:
-        """Raise this rank's own exception before what it was told."""
-        for error in (own, failure, report):
-            if error is not None:
-                raise error
