@@ -22,6 +22,7 @@ __all__ = [
     "Choice",
     "DirectIO",
     "Durability",
+    "FrozenConfig",
     "ReplicaReads",
     "RetryConfig",
     "TransferConfig",
@@ -96,7 +97,9 @@ class ReplicaReads(Choice):
     """One rank reads and sends to the others over the process group: 1/N of the traffic at the store."""
 
 
-class _Frozen(BaseModel):
+class FrozenConfig(BaseModel):
+    """Base of all settings: nobody changes them, unknown fields are errors, and error texts don't repeat the input."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     @classmethod
@@ -115,7 +118,7 @@ class _Frozen(BaseModel):
         return value
 
 
-class TransferConfig(_Frozen):
+class TransferConfig(FrozenConfig):
     """How one rank moves bytes."""
 
     budget_bytes: Annotated[int, Field(ge=1 * _MIB)] = 512 * _MIB
@@ -147,7 +150,7 @@ class TransferConfig(_Frozen):
         return self
 
 
-class RetryConfig(_Frozen):
+class RetryConfig(FrozenConfig):
     """When a request to a store is tried again. One policy for every store; see `dcpfs.storage.retrying`."""
 
     attempts: Annotated[int, Field(ge=1, le=100)] = 10
