@@ -29,13 +29,15 @@ class StoredValue:
     Attributes:
         dtype: Of a tensor; None for any other value.
         shape: Of the whole tensor, not of a shard; None for any other value.
-        path: Where it stood in the nested state that was saved, keys of their real types, e.g. ``("milestones", 2)``;
-            None: not known, so the flat key is taken apart at its dots where it must be.
+        path: Where it stood in the nested state that was saved, as torch notes it: text for the keys of mappings, int
+            for positions in lists. Empty: not known, so the flat key is taken apart at its dots where it must be.
+        real_path: The same with keys of their real types, e.g. ``("milestones", 2)``; empty: as ``path``.
     """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...] | None
-    path: tuple[object, ...] | None = None
+    path: tuple[str | int, ...] = ()
+    real_path: tuple[object, ...] = ()
 
     @property
     def is_tensor(self) -> bool:

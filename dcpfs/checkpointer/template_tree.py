@@ -1,0 +1,153 @@
+"""A nested template with exactly the leaves that a checkpoint holds. Pure.
+
+Problem: a part's live state rarely has the keys that were saved: a user's mapping is still empty, a scheduler's list of
+milestones has other entries, a module's extra state was not yet filled. A template of the live state then lacks what
+should be loaded, or asks for what there is not.
+
+Way taken: the tree is built from the stored paths. A leaf that the live state has too is put in as it is, so tensors
+are filled in place and differences are noticed when the state is matched; for all others there is memory for a tensor,
+or a None that the load replaces. Mappings and lists are told apart by the path, as torch notes it; where a checkpoint
+has no paths, by the live state, else a container with the positions 0, 1, … is taken for a list.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+import torch
+
+from dcpfs.checkpointer.stored_value import StoredValue
+from dcpfs.dcp.flatten import flatten
+from dcpfs.errors import CorruptCheckpointError
+
+__all__ = ["below", "build_tree", "placeholder", "starts_with_name"]
+
+_MOST_POSITIONS = 1 << 24
+"""Positions of a list that a path may name: more is an attack on memory."""
+
+_Step = tuple[object, bool]
+"""One step of a path: the real key, and whether it is a position in a list."""
+
+
+def starts_with_name(key: str, name: str) -> bool:
+    """Whether a flat key is a name, or lies below it."""
+    return key.startswith(name) and (len(key) == len(name) or key[len(name)] == ".")
+
+
+def below(stored: Mapping[str, StoredValue], name: str) -> dict[str, StoredValue]:
+    """What lies below a name, with keys and paths relative to it."""
+    found = {}
+    for key, value in stored.items():
+        if len(key) > len(name) + 1 and starts_with_name(key, name):
+            depth = _depth_of(name, value.path)
+            found[key[len(name) + 1 :]] = StoredValue(
+                value.dtype, value.shape, value.path[depth:], value.real_path[depth:]
+            )
+    return found
+
+
+def _depth_of(name: str, path: tuple[str | int, ...]) -> int:
+    """How many steps of a path spell the name."""
+    for depth in range(1, len(path)):
+        if ".".join(map(str, path[:depth])) == name:
+            return depth
+    return len(path)
+
+
+def build_tree(stored: Mapping[str, StoredValue], live: Mapping[str, object]) -> dict[str, object]:
+    """Build the template.
+
+    Args:
+        stored: Flat key to what the checkpoint holds; all of them are in the result.
+        live: The live state, nested; its leaves are used where keys agree.
+    """
+    leaves, structure = flatten(live)
+    root: dict[object, object] = {}
+    unknown: dict[str, StoredValue] = {}
+    for key, value in stored.items():
+        leaf = leaves.get(key)
+        if value.path and len(value.path) == len(value.real_path or value.path):
+            steps = _steps(value.path, value.real_path or value.path)
+        elif key in structure.paths:
+            steps = _steps(structure.paths[key], structure.real_path(key))
+        else:
+            unknown[key] = value
+            continue
+        _place(root, steps, leaf if key in leaves else placeholder(value))
+    for key, steps in _guess(unknown, live).items():
+        _place(root, steps, placeholder(unknown[key]))
+    return cast("dict[str, object]", root)
+
+
+def placeholder(value: StoredValue) -> torch.Tensor | None:
+    """What stands for a leaf that the live state lacks."""
+    return torch.zeros(value.shape, dtype=value.dtype) if value.shape is not None else None
+
+
+def _steps(path: tuple[str | int, ...], real_path: tuple[object, ...]) -> list[_Step]:
+    return [(real, isinstance(step, int)) for step, real in zip(path, real_path, strict=True)]
+
+
+def _guess(stored: Iterable[str], live: Mapping[str, object]) -> dict[str, list[_Step]]:
+    """Paths of keys that have none, from their dots and from the containers of the live state."""
+    parts = {key: tuple(key.split(".")) for key in stored}
+    children: dict[tuple[str, ...], set[str]] = {}
+    for path in parts.values():
+        for depth in range(len(path)):
+            children.setdefault(path[:depth], set()).add(path[depth])
+    found = {}
+    for key, path in parts.items():
+        steps: list[_Step] = []
+        container: object = live
+        for depth, text in enumerate(path):
+            names = children[path[:depth]]
+            if isinstance(container, Mapping):
+                real = {str(name): name for name in container}.get(text, _like_siblings(text, container))
+                steps.append((real, False))
+                container = container.get(real)
+            elif depth and (isinstance(container, list) or names == {str(n) for n in range(len(names))}):
+                position = int(text) if text.isdecimal() else 0
+                steps.append((position, True))
+                has = isinstance(container, list) and position < len(container)
+                container = cast("list[object]", container)[position] if has else None
+            else:
+                steps.append((text, False))
+                container = None
+        found[key] = steps
+    return found
+
+
+def _like_siblings(text: str, container: Mapping[object, object]) -> object:
+    """A key that a live mapping lacks: a number where all its keys are."""
+    return int(text) if container and text.isdecimal() and all(type(key) is int for key in container) else text
+
+
+def _place(root: dict[object, object], steps: list[_Step], leaf: object) -> None:
+    container: dict[object, object] | list[object] = root
+    for (key, in_list), (_, next_in_list) in itertools.pairwise(steps):
+        found = _get(container, key, in_list)
+        if not isinstance(found, (dict, list)):
+            found = cast("list[object]", []) if next_in_list else cast("dict[object, object]", {})
+            _put(container, key, in_list, found)
+        container = found
+    key, in_list = steps[-1]
+    _put(container, key, in_list, leaf)
+
+
+def _get(container: dict[object, object] | list[object], key: object, in_list: bool) -> object:
+    if isinstance(container, list):
+        return container[cast("int", key)] if in_list and cast("int", key) < len(container) else None
+    return container.get(key)
+
+
+def _put(container: dict[object, object] | list[object], key: object, in_list: bool, value: object) -> None:
+    if isinstance(container, list) and in_list:
+        position = cast("int", key)
+        if not 0 <= position < _MOST_POSITIONS:
+            raise CorruptCheckpointError(f"the checkpoint's paths name position {position} of a list; they are damaged")
+        container.extend([None] * (position + 1 - len(container)))
+        container[position] = value
+    elif isinstance(container, dict):
+        container[key] = value
