@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcpfs.errors import ReplicaMismatchError
 
-__all__ = ["check_replicas", "find_differing_values"]
+__all__ = ["Signature", "check_replicas", "check_signatures", "find_differing_values"]
+
+Signature = tuple[torch.dtype, torch.Size] | None
+"""dtype and global shape of a tensor; None for any other value."""
 
 _SHOWN = 10
 
@@ -27,19 +31,25 @@ def check_replicas(items_by_rank: Sequence[Iterable[WriteItem]]) -> None:
     Raises:
         ReplicaMismatchError: They don't; names every such key and two ranks each.
     """
-    if len(items_by_rank) < 2:
+    check_signatures({rank: map(_signature_of, items) for rank, items in enumerate(items_by_rank)})
+
+
+def check_signatures(signatures_by_rank: Mapping[int, Iterable[tuple[str, Signature]]]) -> None:
+    """`check_replicas` for whoever has the signatures alone, of each rank or of one among many that are alike.
+
+    Raises:
+        ReplicaMismatchError: They don't agree; names every such key and two ranks each.
+    """
+    if len(signatures_by_rank) < 2:
         return
-    known: dict[str, tuple[int, object]] = {}
+    known: dict[str, tuple[int, Signature]] = {}
     problems: dict[str, str] = {}
-    for rank, items in enumerate(items_by_rank):
-        for item in items:
-            data = item.tensor_data
-            mine = None if data is None else (data.properties.dtype, data.size)
-            first_rank, first = known.setdefault(item.index.fqn, (rank, mine))
-            if first != mine and item.index.fqn not in problems:
-                problems[item.index.fqn] = (
-                    f"{item.index.fqn!r} is {_describe(first)} on rank {first_rank} "
-                    f"and {_describe(mine)} on rank {rank}"
+    for rank, signatures in signatures_by_rank.items():
+        for fqn, mine in signatures:
+            first_rank, first = known.setdefault(fqn, (rank, mine))
+            if first != mine and fqn not in problems:
+                problems[fqn] = (
+                    f"{fqn!r} is {_describe(first)} on rank {first_rank} and {_describe(mine)} on rank {rank}"
                 )
     if problems:
         shown = "; ".join(list(problems.values())[:_SHOWN])
@@ -61,8 +71,13 @@ def find_differing_values(digests_by_rank: Sequence[Mapping[str, int]]) -> list[
     return list(differing)
 
 
-def _describe(signature: object) -> str:
-    if isinstance(signature, tuple):
-        dtype, size = signature
-        return f"a {dtype} tensor of shape {tuple(size)}"
-    return "no tensor"
+def _signature_of(item: WriteItem) -> tuple[str, Signature]:
+    data = item.tensor_data
+    return item.index.fqn, None if data is None else (data.properties.dtype, data.size)
+
+
+def _describe(signature: Signature) -> str:
+    if signature is None:
+        return "no tensor"
+    dtype, size = signature
+    return f"a {dtype} tensor of shape {tuple(size)}"

@@ -57,7 +57,7 @@ from dcpfs.format.collector import paused_collector
 from dcpfs.format.entries import encode_object
 from dcpfs.torch_private import find_shard, flatten_sharded_tensors, settle
 
-__all__ = ["DifferingValues", "SavePlanner"]
+__all__ = ["DifferingValues", "PlannerData", "SavePlanner"]
 
 _logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class DifferingValues(str, enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class _PlannerData:
+class PlannerData:
     """What a rank's plan tells the coordinator beside its items.
 
     Attributes:
@@ -164,7 +164,7 @@ class SavePlanner(TorchSavePlanner):
         compare = world_size > 1
         with paused_collector():
             items, digests = self._plan_items(compare=compare)
-        plan = SavePlan(items, planner_data=_PlannerData(self._structure, digests))
+        plan = SavePlan(items, planner_data=PlannerData(self._structure, digests))
         if self._caching:
             cached = TorchSavePlanner._cached_save_plan.get(_CACHE_KEY)
             if cached is not None and _same_structure(plan, cached):
@@ -298,7 +298,7 @@ class SavePlanner(TorchSavePlanner):
         return encoded
 
     def _plan_globally(self, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        notes = [plan.planner_data for plan in plans if isinstance(plan.planner_data, _PlannerData)]
+        notes = [plan.planner_data for plan in plans if isinstance(plan.planner_data, PlannerData)]
         check_replicas([plan.items for plan in plans])
         self._report_differing([note.digests for note in notes])
         structure = merge_structures([note.structure for note in notes]) if notes else Structure({})
@@ -363,10 +363,11 @@ def _drop_replicas(items_by_rank: Sequence[list[WriteItem]]) -> list[list[WriteI
             if not ranks or ranks[-1] != rank:
                 ranks.append(rank)
     loads = [0] * len(items_by_rank)
-    shared: dict[MetadataIndex, list[int]] = {}
+    shared: dict[MetadataIndex, Sequence[int]] = {}
+    groups: dict[tuple[int, ...], Sequence[int]] = {}
     for index, ranks in holders.items():
         if len(ranks) > 1:
-            shared[index] = ranks
+            shared[index] = groups.setdefault(tuple(ranks), ranks)
         else:
             loads[ranks[0]] += sizes[index]
     writers = choose_writers(shared, sizes, loads)
@@ -444,7 +445,7 @@ def _same_structure(first: SavePlan, second: SavePlan) -> bool:
     if len(first.items) != len(second.items) or first.usable != second.usable:
         return False
     mine, other = first.planner_data, second.planner_data
-    if isinstance(mine, _PlannerData) and isinstance(other, _PlannerData) and mine.structure != other.structure:
+    if isinstance(mine, PlannerData) and isinstance(other, PlannerData) and mine.structure != other.structure:
         return False
     return all(
         one.type is two.type
