@@ -1,0 +1,503 @@
+"""One save of one step: every key, every rank, one commit.
+
+Problem: a trainer that saves its keys one after another, each with its own marker, has, when something dies in between,
+a model of one step beside an optimizer of another, and a ``latest`` that names both (cases 34, 35). Each key's plans
+travel in collectives of their own, on the training group, where a slow store trips the watchdog (cases 50, 74, 108).
+
+Way taken: one function for the whole step, the same in the trainer, in a thread and in another process. It gets plain
+data (`LocalStep`), knows neither models nor DTensors, and moves all keys together. While the structure of the state
+stays the same, ranks meet three times: a status word, the results, the verdict. Whatever fails on any rank before the
+manifest is put reaches every rank in the next meeting, and nothing is published::
+
+    coordinator   claim the step: .writing
+    all           status word: failed? plans wanted? another step in the way?       one reduction
+    [all          plans to the coordinator, assigned ones back]                     only when the structure changed
+    all           write data files and rank files
+    all           results, or the error, to the coordinator                         one gathering
+    coordinator   .metadata of each key → manifest.json → latest_checkpoint.txt
+    all           verdict                                                           one broadcast
+    coordinator   retention, beside what the others do next
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+
+from dcpfs._version import __version__
+from dcpfs.checkpointer.choices import DedupPolicy, OnExisting
+from dcpfs.checkpointer.commit import (
+    Claim,
+    ClaimState,
+    abandon_step,
+    claim_step,
+    move_latest,
+    publish_step,
+    withdraw_step,
+)
+from dcpfs.checkpointer.layout import parse_rank_file_name, step_name
+from dcpfs.checkpointer.local_step import LocalStep
+from dcpfs.checkpointer.manifest import FileRecord, Manifest
+from dcpfs.checkpointer.ownership import put_owned
+from dcpfs.checkpointer.phases import Phases
+from dcpfs.checkpointer.step_plan import (
+    GlobalPlan,
+    PlanCache,
+    decode_assigned,
+    decode_results,
+    encode_local_plans,
+    encode_results,
+    plan_globally,
+)
+from dcpfs.checkpointer.step_writer import StepWriter
+from dcpfs.config import RetryConfig, TransferConfig, Trust
+from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
+from dcpfs.dcp.writer import FsspecStorageWriter
+from dcpfs.errors import ConfigError, DcpfsError, IncompleteCheckpointError
+from dcpfs.format.checksum import crc32
+from dcpfs.format.names import METADATA_NAME
+from dcpfs.ranks import Ranks
+from dcpfs.storage.location import Location
+from dcpfs.storage.opening import open_store
+from dcpfs.storage.store import Store
+
+__all__ = ["MakeWriter", "SaveContext", "StepReport", "save_step"]
+
+_logger = logging.getLogger(__name__)
+
+_STATES = tuple(ClaimState)
+_SHIFTS = (96, 64, 32, 0)
+_WORD = 0xFFFFFFFF
+_MASK32 = 0xFFFFFFFF
+
+MakeWriter = Callable[[Location], StorageWriter]
+"""Makes a storage writer for the directory of a key: what a trainer's own `get_storage_writer` gives."""
+
+Sweep = Callable[[Store, int], None]
+"""What the coordinator does after the commit of an iteration: retention. Never raises."""
+
+
+@dataclass
+class SaveContext:
+    """What stays the same from save to save. One save at a time; belongs to whoever saves.
+
+    Attributes:
+        save_dir: Where steps lie.
+        ranks: Who saves together, on a group that nobody else uses.
+        on_existing: About a step that stands already.
+        dedup: Who writes what several ranks hold.
+        make_writer: Makes a key's storage writer; None: dcpfs's own.
+        transfer: How bytes are moved.
+        retry: When requests are tried again.
+        trust: `Trust.PICKLE`: objects that a default load refuses are saved all the same.
+        sweep: Called by the coordinator after the verdict.
+        still_wanted: Asked right before the commit; raises when nobody waits for the save any more.
+        plans: Of the last exchange.
+    """
+
+    save_dir: Location
+    ranks: Ranks
+    on_existing: OnExisting = OnExisting.OVERWRITE
+    dedup: DedupPolicy = DedupPolicy.BALANCED
+    make_writer: MakeWriter | None = None
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    retry: RetryConfig = field(default_factory=RetryConfig)
+    trust: Trust = Trust.ALLOWLIST
+    sweep: Sweep | None = None
+    still_wanted: Callable[[], None] | None = None
+    plans: PlanCache = field(default_factory=PlanCache)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What the save of a step did.
+
+    Attributes:
+        iteration: Of the step.
+        save_id: Of the save.
+        committed: False: the step stood already and was left as it was.
+        seconds: From the call to the verdict.
+        bytes_written: By this rank.
+        planned: Plans were exchanged.
+    """
+
+    iteration: int
+    save_id: str
+    committed: bool
+    seconds: float
+    bytes_written: int
+    planned: bool
+
+
+def save_step(
+    step: LocalStep | None,
+    context: SaveContext,
+    *,
+    error: BaseException | None = None,
+    phases: Phases | None = None,
+    moves_latest: bool = True,
+) -> StepReport:
+    """Save a step. Collective over the ranks of the context.
+
+    Args:
+        step: This rank's part; its tensors are read until the call returns. None with an ``error``.
+        context: Where, with whom, and how.
+        error: Why this rank has nothing to save; raised here, and told to all ranks, which raise it too.
+        phases: Measures and watches; None: nobody does.
+        moves_latest: Whether ``latest_checkpoint.txt`` is to name this step.
+
+    Raises:
+        CheckpointExistsError: The step stands and is not to be overwritten, or is the only complete one.
+        ReplicaMismatchError: Ranks disagree about what they share; nothing was touched.
+        SupersededError: Another save took the step over.
+        StorageError: The store failed; nothing was published, unless the text says that the step is complete.
+        DcpfsError: Another rank failed; its text and rank.
+    """
+    started_seconds = time.monotonic()
+    watched = phases if phases is not None else Phases(rank=context.ranks.rank)
+    save = _Save(step, context, error, watched)
+    try:
+        committed = save.run(moves_latest=moves_latest)
+    except BaseException:
+        context.plans.drop()
+        save.take_back()
+        raise
+    finally:
+        save.close()
+    seconds = time.monotonic() - started_seconds
+    report = StepReport(save.step.iteration, save.save_id, committed, seconds, save.bytes_written, save.planned)
+    if committed:
+        _logger.info(
+            "rank %d saved %s in %.2f s: %s",
+            context.ranks.rank,
+            context.save_dir.join(step_name(report.iteration)).redacted,
+            seconds,
+            watched.summary(),
+        )
+    return report
+
+
+@dataclass
+class _Written:
+    """What a rank tells the coordinator after writing. File names are relative to the step."""
+
+    results: bytes = b""
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    fingerprint: dict[str, int] = field(default_factory=dict)
+
+
+class _Save:
+    """One save of one rank. What is not said to be the coordinator's is called by all ranks."""
+
+    def __init__(
+        self, step: LocalStep | None, context: SaveContext, error: BaseException | None, phases: Phases
+    ) -> None:
+        self.save_id = uuid.uuid4().hex
+        self.bytes_written = 0
+        self.planned = False
+        self._step = step
+        self._context = context
+        self._ranks = context.ranks
+        self._error = error
+        self._phases = phases
+        self._store: Store | None = None
+        self._claim: Claim | None = None
+        self._global: GlobalPlan | None = None
+        self._writers: dict[str, StorageWriter] = {}
+        self._written = _Written()
+        self._first_file_number = 0
+        self._discards = False
+        self._stands = False
+
+    @property
+    def step(self) -> LocalStep:
+        """This rank's part; there is one once all ranks have agreed."""
+        if self._step is None:
+            raise RuntimeError("this rank has nothing to save, so it must have failed before")
+        return self._step
+
+    @property
+    def store(self) -> Store:
+        """The store at ``save_dir``."""
+        if self._store is None:
+            self._store = open_store(self._context.save_dir, transfer=self._context.transfer, retry=self._context.retry)
+        return self._store
+
+    def run(self, *, moves_latest: bool) -> bool:
+        """Save; False when the step was left as it stood."""
+        with self._phases.phase("claim"):
+            if self._ranks.is_coordinator and self._error is None:
+                self._error = _attempt(self._claim_step)
+            state, plans_fit = self._meet()
+        if state is ClaimState.SKIPPED:
+            return False
+        with self._phases.phase("plan"):
+            assigned = self._assign(plans_fit=plans_fit, withdraws=state is ClaimState.EXISTS)
+        with self._phases.phase("write") as phase:
+            error = _attempt(lambda: self._write(assigned))
+            phase.add_bytes(self.bytes_written)
+        with self._phases.phase("commit"):
+            collected = self._ranks.gather_outcomes(self._written, error)
+            failure: BaseException | None = None
+            if isinstance(collected, DcpfsError):
+                failure = collected
+            elif collected is not None:
+                failure = _attempt(lambda: self._commit(collected, moves_latest=moves_latest))
+            # Files of a manifest that stands must stay: only who knows that there is none lets them be deleted.
+            discards = failure is not None and not self._stands
+            self._discards, verdict = self._ranks.broadcast_verdict(discards, failure, error)
+        if verdict is not None:
+            raise verdict
+        return True
+
+    def take_back(self) -> None:
+        """Delete what this rank wrote, when it is known that nothing vouches for it. Never raises."""
+        if self._ranks.is_coordinator:
+            if self._claim is not None and not self._stands:
+                abandon_step(self.store, self._claim, list(self._written.files))
+            return
+        if self._discards:
+            for writer in self._writers.values():
+                if isinstance(writer, FsspecStorageWriter):
+                    writer.discard()
+
+    def close(self) -> None:
+        """Release connections; at the coordinator of a committed step, make room first. Never raises."""
+        try:
+            if self._stands and self._context.sweep is not None and self._step is not None:
+                with self._phases.phase("retention"):
+                    self._context.sweep(self.store, self._step.iteration)
+        finally:
+            for writer in self._writers.values():
+                if isinstance(writer, FsspecStorageWriter):
+                    writer.close()
+            if self._store is not None:
+                self._store.close()
+
+    # --- the phases
+
+    def _claim_step(self) -> None:
+        self._claim = claim_step(self.store, self.step.iteration, self.save_id, self._context.on_existing)
+
+    def _meet(self) -> tuple[ClaimState, bool]:
+        """What the coordinator found, and whether all ranks remember plans that fit. Raises what any rank brings."""
+        claim, context = self._claim, self._context
+        token = 0 if self._step is None else context.plans.token(self._step)
+        iteration = 0 if self._step is None else self._step.iteration
+        own_id = int(self.save_id, 16) if self._ranks.is_coordinator else 0
+        words = [
+            self._error is not None,
+            _STATES.index(claim.state) if claim is not None else 0,
+            token,
+            -token,
+            iteration,
+            -iteration,
+            *((own_id >> shift) & _WORD for shift in _SHIFTS),
+            claim.first_file_number if claim is not None else 0,
+        ]
+        failed, state, most, least, last, first, *identity, self._first_file_number = self._ranks.largest(words)
+        if failed:
+            self._ranks.agree(self._error)
+        if last != -first:
+            raise ConfigError(
+                f"can't save to {context.save_dir.redacted}: one rank saves iteration {-first} and another {last}; "
+                "call save with the same iteration on all ranks"
+            )
+        self.save_id = f"{sum(word << shift for word, shift in zip(identity, _SHIFTS, strict=True)):032x}"
+        return _STATES[state], most == -least and most > 0
+
+    def _assign(self, *, plans_fit: bool, withdraws: bool) -> dict[str, SavePlan]:
+        """What this rank writes. When it returns, nothing stands in the step, and all ranks may write."""
+        step, plans = self.step, self._context.plans
+        error = _attempt(self._make_writers)
+        if plans_fit:
+            self._global = plans.planned
+            if withdraws:
+                failure = _attempt(self._withdraw) if self._ranks.is_coordinator else None
+                self._ranks.broadcast_outcome(None, failure, None)
+            self._error = error  # raised where the write begins, whose failures all ranks learn
+            return plans.assigned(step)
+        self.planned = True
+        encoded: list[bytes] = []
+        error = error or _attempt(lambda: encoded.append(encode_local_plans(step)))
+        gathered = self._ranks.gather_outcomes(encoded[0] if encoded else b"", error)
+        assigned: Sequence[bytes] | None = None
+        failure = gathered if isinstance(gathered, DcpfsError) else None
+        if isinstance(gathered, list):
+            failure = _attempt(lambda: self._plan(gathered, withdraws=withdraws))
+            assigned = self._global.assigned if self._global is not None else None
+        mine = self._ranks.scatter_outcome(assigned, failure, error)
+        plans.remember(step, mine, self._global)
+        return decode_assigned(mine, step)
+
+    def _make_writers(self) -> None:
+        context, step = self._context, self.step
+        where = context.save_dir.join(step_name(step.iteration))
+        for key, local in step.keys.items():
+            writer: StorageWriter
+            if context.make_writer is not None:
+                writer = context.make_writer(where.join(key))
+            else:
+                writer = StepWriter(
+                    self.store,
+                    step.iteration,
+                    key,
+                    save_id=self.save_id,
+                    first_file_number=self._first_file_number,
+                    transfer=context.transfer,
+                    trust=context.trust,
+                )
+            self._writers[key] = writer
+            writer.set_up_storage_writer(self._ranks.is_coordinator, rank=self._ranks.rank, use_collectives=True)
+            local.plan = writer.prepare_local_plan(local.plan)
+
+    def _plan(self, gathered: Sequence[bytes], *, withdraws: bool) -> None:
+        """Coordinator. What stands in the step goes once it is known that the ranks can save."""
+        self._global = plan_globally(gathered, self._writers, self._context.dedup)
+        if withdraws:
+            try:
+                self._withdraw()
+            except BaseException:
+                self._global = None
+                raise
+
+    def _withdraw(self) -> None:
+        """Coordinator."""
+        withdraw_step(self.store, self._claimed)
+
+    def _write(self, assigned: Mapping[str, SavePlan]) -> None:
+        if self._error is not None:
+            raise self._error
+        step, written = self.step, self._written
+        results: dict[str, list[WriteResult]] = {}
+        for key, plan in assigned.items():
+            writer = self._writers[key]
+            future = writer.write_data(plan, step.keys[key].values)
+            results[key] = future.wait()
+            if isinstance(writer, StepWriter):
+                written.files.update(writer.files)
+                written.fingerprint[key] = writer.fingerprint
+            self.bytes_written += sum(result.size_in_bytes for result in results[key])
+        self._write_rank_files()
+        written.results = encode_results(results, step, assigned)
+
+    def _write_rank_files(self) -> None:
+        """What belongs to this rank: pickled before the save began, so nothing but the store can fail here."""
+        for name, content in self.step.rank_files.items():
+            path = f"{step_name(self.step.iteration)}/{name}"
+            put_owned(self.store, path, [content], iteration=self.step.iteration, save_id=self.save_id)
+            self._written.files[name] = FileRecord(len(content), crc32(content))
+            self.bytes_written += len(content)
+
+    def _commit(self, collected: Sequence[_Written], *, moves_latest: bool) -> None:
+        """Coordinator: every key's ``.metadata``, the manifest, the pointer."""
+        planned, step, claim = self._global, self.step, self._claimed
+        if planned is None:
+            raise RuntimeError("the coordinator has no plan")
+        planned.check_values([each.results for each in collected])
+        results: dict[str, list[list[WriteResult]]] = {key: [] for key in self._writers}
+        for rank, each in enumerate(collected):
+            for key, mine in decode_results(each.results, planned, rank).items():
+                results[key].append(mine)
+        files: dict[str, FileRecord] = {}
+        for each in collected:
+            files.update(each.files)
+        files.update(self._publish_keys(planned.metadata(), results))
+        manifest = Manifest(
+            save_id=self.save_id,
+            iteration=step.iteration,
+            world_size=self._ranks.world_size,
+            files=files,
+            keys=tuple(self._writers),
+            rank_files=_rank_files_of(collected),
+            metric=step.metric,
+            created_seconds=time.time(),
+            versions={"dcpfs": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
+            topology=step.topology,
+            fingerprint=_add_fingerprints(collected),
+        )
+        if self._context.still_wanted is not None:
+            self._context.still_wanted()
+        publish_step(self.store, claim, manifest)
+        self._stands = True
+        if moves_latest:
+            move_latest(self.store, step.iteration, claim)
+
+    def _publish_keys(
+        self, metadata: Mapping[str, Metadata], results: Mapping[str, list[list[WriteResult]]]
+    ) -> dict[str, FileRecord]:
+        """Put every key's ``.metadata``; what lies in the directories of writers that don't say so themselves."""
+        transfer = self._context.transfer
+        concurrency = transfer.concurrency if self.store.capabilities.remote else 1
+        found: dict[str, FileRecord] = {}
+        tasks = [
+            Task(0, functools.partial(self._publish_key, key, each, results[key], found))
+            for key, each in metadata.items()
+        ]
+        run_tasks(tasks, concurrency=concurrency, budget=ByteBudget(1), name="dcpfs-markers")
+        return found
+
+    def _publish_key(
+        self, key: str, metadata: Metadata, results: list[list[WriteResult]], found: dict[str, FileRecord]
+    ) -> None:
+        writer = self._writers[key]
+        if isinstance(writer, StepWriter):
+            writer.publish(metadata, results)
+            record = writer.metadata_file
+            if record is None:
+                raise RuntimeError("a writer published and does not say what")
+            found[f"{key}/{METADATA_NAME}"] = record
+            return
+        writer.finish(metadata, results)
+        step = step_name(self.step.iteration)
+        listed = {info.path: info.size_bytes for info in self.store.list(f"{step}/{key}")}
+        if f"{step}/{key}/{METADATA_NAME}" not in listed:
+            raise IncompleteCheckpointError(
+                f"can't commit {self._context.save_dir.join(step).redacted}: the writer of {key!r} left "
+                f"no {METADATA_NAME} there; let get_storage_writer return a writer for the URL that it is given"
+            )
+        found.update({path.removeprefix(f"{step}/"): FileRecord(size) for path, size in listed.items()})
+
+    @property
+    def _claimed(self) -> Claim:
+        if self._claim is None:
+            raise RuntimeError("the step was not claimed")
+        return self._claim
+
+
+def _attempt(action: Callable[[], object]) -> BaseException | None:
+    try:
+        action()
+    except BaseException as caught:  # noqa: BLE001 - brought to the next meeting of the ranks, which raises it
+        return caught
+    return None
+
+
+def _rank_files_of(collected: Sequence[_Written]) -> dict[str, dict[int, str]]:
+    """Key to global rank to the file that this rank wrote."""
+    found: dict[str, dict[int, str]] = {}
+    for each in collected:
+        for name in each.files:
+            key, _, file = name.rpartition("/")
+            rank = parse_rank_file_name(file)
+            if rank is not None:
+                found.setdefault(key, {})[rank] = name
+    return found
+
+
+def _add_fingerprints(collected: Sequence[_Written]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for each in collected:
+        for key, value in each.fingerprint.items():
+            totals[key] = (totals.get(key, 0) + value) & _MASK32
+    return totals
