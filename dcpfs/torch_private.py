@@ -15,6 +15,7 @@ from typing import IO, cast
 
 import torch
 import torch.distributed.checkpoint
+from torch.distributed import distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
@@ -34,6 +35,7 @@ __all__ = [
     "ExtensionRegistry",
     "StorageInfo",
     "StreamTransformExtension",
+    "count_process_groups",
     "create_write_items",
     "find_shard",
     "flatten_sharded_tensors",
@@ -51,6 +53,11 @@ __all__ = [
 ]
 
 DCP_VERSION: str = CURRENT_DCP_VERSION
+
+
+def count_process_groups() -> int:
+    """How many process groups this process belongs to. Torch derives names of groups made by members alone from it."""
+    return len(distributed_c10d._world.pg_names)
 
 
 class EntryInfo(StorageInfo):

@@ -1,0 +1,100 @@
+"""Process groups of a checkpointer's own.
+
+Problem: a save that exchanges over the training job's group gets in the way of its collectives: from a thread it mixes
+with them and deadlocks (case 50), a long upload trips their watchdog (case 108), and a failure is found by a time-out
+that was set for something else (case 101). Torch makes a new group with all processes of the job, members or not. The
+way it has for members alone derives the group's name from how many groups a process belongs to: it waits in vain where
+these numbers differ, and takes a name twice when a group with the same members was there before, which breaks the
+connections.
+
+Way taken: gloo groups on the CPU with a time-out of their own, one for each thread that exchanges. For the whole world
+torch's plain way will do. For a part of it the members first agree on a number that none of them has used, over the
+group that they were given, and bring their count up to it with groups of themselves alone, which go at once.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from dcpfs.errors import ConfigError
+from dcpfs.ranks import Ranks
+from dcpfs.torch_private import count_process_groups
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["close_group", "global_rank", "make_group"]
+
+_last_counts: dict[tuple[int, ...], int] = {}
+"""Global ranks of a group made by its members alone to the last count that its name was derived from."""
+
+
+def make_group(process_group: ProcessGroup | None = None, *, timeout_seconds: float) -> Ranks:
+    """A new gloo group of the same ranks. Collective over ``process_group``; the ranks of one job call in one order.
+
+    Args:
+        process_group: The ranks that save or load together; None: all, or this process alone where there is no group.
+        timeout_seconds: How long one exchange waits for the other ranks.
+
+    Returns:
+        The ranks, with the new group; close it with `close_group`.
+
+    Raises:
+        ConfigError: This process is no member of ``process_group``.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return Ranks()
+    parent = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(parent, dist.ProcessGroup) or dist.get_rank(parent) < 0:
+        raise ConfigError("can't save or load with this process group: this process is not a member of it")
+    members = dist.get_process_group_ranks(parent)
+    timeout = timedelta(seconds=timeout_seconds)
+    if len(members) == dist.get_world_size():
+        group = dist.new_group(members, timeout=timeout, backend="gloo")
+    else:
+        group = _new_partial_group(parent, members, timeout)
+    if not isinstance(group, dist.ProcessGroup):
+        raise ConfigError("can't save or load with this process group: this process is not a member of it")
+    return Ranks(dist.get_rank(group), len(members), group)
+
+
+def close_group(ranks: Ranks) -> None:
+    """Close the group of `make_group`. Local; idempotent; no exchange may be at work on this rank."""
+    import torch.distributed as dist
+
+    if ranks.group is None or not dist.is_initialized():
+        return
+    try:
+        dist.get_process_group_ranks(ranks.group)
+    except (KeyError, ValueError):  # the trainer has closed all groups before
+        return
+    dist.destroy_process_group(ranks.group)
+
+
+def global_rank(ranks: Ranks) -> int:
+    """This process's rank in the whole job, by which files of one rank are named; 0 without a group. Local."""
+    import torch.distributed as dist
+
+    return 0 if ranks.group is None else dist.get_global_rank(ranks.group, ranks.rank)
+
+
+def _new_partial_group(parent: ProcessGroup, members: list[int], timeout: timedelta) -> object:
+    import torch.distributed as dist
+
+    least = max(count_process_groups(), _last_counts.get(tuple(members), -1) + 1)
+    counts: list[int] = [0] * len(members)
+    dist.all_gather_object(counts, least, group=parent)
+    own = dist.get_rank()
+    padding = [
+        dist.new_group([own], backend="gloo", use_local_synchronization=True)
+        for _ in range(max(counts) - count_process_groups())
+    ]
+    try:
+        _last_counts[tuple(members)] = max(counts)
+        return dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    finally:
+        for each in padding:
+            dist.destroy_process_group(each)
