@@ -34,16 +34,18 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dcpfs.checkpointer.choices import OnExisting
+from dcpfs.checkpointer.completeness import check_step, get_if_there
 from dcpfs.checkpointer.layout import (
+    KEYS,
     LATEST_NAME,
     MANIFEST_NAME,
-    PROTECTED_NAME,
     WRITING_NAME,
     check_iteration,
+    parse_latest,
     parse_rank_file_name,
     parse_step_name,
     step_name,
@@ -56,13 +58,8 @@ from dcpfs.checkpointer.ownership import (
     require_owner,
     superseded,
 )
-from dcpfs.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-)
+from dcpfs.checkpointer.step_status import StepState, StepStatus
+from dcpfs.errors import CheckpointError, CheckpointExistsError, ObjectExistsError, StorageError
 from dcpfs.format.names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name
 from dcpfs.storage.store import Store
 
@@ -115,6 +112,8 @@ class Claim:
 def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisting = OnExisting.OVERWRITE) -> Claim:
     """Look at a step, and make it this save's when nothing stands there. Coordinator.
 
+    Three requests for an empty step: the pointer, a listing, ``.writing``.
+
     Args:
         store: Opened at ``save_dir``.
         iteration: Of the step.
@@ -131,29 +130,29 @@ def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisti
     found = _look(store, iteration)
     if not found and _put_fresh(store, iteration, save_id):
         return Claim(iteration, save_id, ClaimState.FRESH, latest=latest)
-    found = found or _look(store, iteration)
+    status = check_step(store, iteration, named=True)
     step = store.location.join(step_name(iteration)).redacted
-    predecessor, whole = _judge(store, iteration, found)
+    predecessor = _predecessor(status)
     if predecessor is not None and on_existing is OnExisting.ERROR:
         raise CheckpointExistsError(
             f"can't save {step}: the step stands there already; save another iteration, or set on_existing to "
             "'overwrite' or 'skip'"
         )
-    if whole and on_existing is OnExisting.SKIP:
+    if status.is_complete and on_existing is OnExisting.SKIP:
         _logger.warning("not saving %s: the step stands there already, and on_existing is 'skip'", step)
         return Claim(iteration, save_id, ClaimState.SKIPPED, predecessor=predecessor, latest=latest)
-    if whole:
+    if status.is_complete:
         _require_another(store, iteration)
-        protected = ", although it is protected" if _stands(store, f"{step_name(iteration)}/{PROTECTED_NAME}") else ""
+        protected = ", although it is protected" if status.is_protected else ""
         _logger.warning("overwriting %s, which stands there already%s", step, protected)
     elif predecessor is not None:
-        _logger.warning("overwriting %s, which is incomplete", step)
+        _logger.warning("overwriting %s, which can't be loaded: %s", step, status.reason)
     else:
         _logger.warning(
             "taking over %s from a save that left %d files and no manifest: it died there, or is still at work in "
             "another job, which will fail",
             step,
-            len(found),
+            sum(map(_is_ours, status.files)),
         )
     return Claim(iteration, save_id, ClaimState.EXISTS, first_file_number(save_id), predecessor, latest)
 
@@ -170,25 +169,18 @@ def withdraw_step(store: Store, claim: Claim) -> None:
     """
     iteration, save_id = claim.iteration, claim.save_id
     step = step_name(iteration)
-    found = _look(store, iteration)
-    if claim.predecessor is not None and _judge(store, iteration, found)[1]:
+    if claim.predecessor is not None and check_step(store, iteration, named=True).is_complete:
         _require_another(store, iteration)
     writing = f"{step}/{WRITING_NAME}"
     store.put(writing, [_encode_owner(save_id)])
     predecessor = _manifest_save_id(store, iteration)
-    if predecessor is not None and predecessor != claim.predecessor:
+    if predecessor not in (None, claim.predecessor):
         if read_owner(store, iteration) == save_id:
             store.delete([writing])
         raise superseded(store, iteration, save_id, predecessor, verb="start the save")
-    found = _look(store, iteration)
+    names = _look(store, iteration) - {writing}  # after the put: all of a save that asked before it is there by now
     store.delete([f"{step}/{MANIFEST_NAME}"])
-    markers = [name for name in found if _is_key_marker(name)]
-    if markers:
-        store.delete(markers)
-    rest = [name for name in found if name.rpartition("/")[2] not in (WRITING_NAME, MANIFEST_NAME)]
-    rest = [name for name in rest if not _is_key_marker(name)]
-    if rest:
-        store.delete(rest)
+    _delete_markers_first(store, names - {f"{step}/{MANIFEST_NAME}"})
     owner = read_owner(store, iteration)
     if owner is None:  # whoever published in the meantime took it for its own
         store.put(writing, [_encode_owner(save_id)])
@@ -225,7 +217,7 @@ def publish_step(store: Store, claim: Claim, manifest: Manifest) -> None:
         owner = save_id
     if owner is not None and owner != save_id:
         raise superseded(store, iteration, save_id, owner, verb="publish the save")
-    if (owner is None or not sure) and not _judge(store, iteration, _look(store, iteration))[1]:
+    if (owner is None or not sure) and not _is_committed(store, claim):
         raise superseded(store, iteration, save_id, owner, verb="publish the save")
     if owner == save_id:
         try:
@@ -296,54 +288,34 @@ def _abandon(store: Store, claim: Claim, names: set[str]) -> None:
         store.delete([f"{step}/{MANIFEST_NAME}"])
     if store.capabilities.listable:
         seen = _look(store, claim.iteration)
-        names = names & set(seen) | {name for name in seen if _is_own_data(name, claim) or not _is_data(name)}
-    names -= {f"{step}/{WRITING_NAME}", f"{step}/{MANIFEST_NAME}"}
-    markers = sorted(name for name in names if _is_key_marker(name))
-    if markers:
-        store.delete(markers)
-    rest = sorted(names.difference(markers))
-    if rest:
-        store.delete(rest)
+        names = names & seen | {name for name in seen if _is_own_data(name, claim) or not _is_data(name)}
+    _delete_markers_first(store, names - {f"{step}/{WRITING_NAME}", f"{step}/{MANIFEST_NAME}"})
     store.delete([f"{step}/{WRITING_NAME}"])
 
 
 # --- what stands there
 
 
-def _look(store: Store, iteration: int) -> dict[str, int]:
-    """Files of a step that dcpfs could have made, with their sizes; markers only where the store has no listing."""
+def _look(store: Store, iteration: int) -> set[str]:
+    """Files of a step that dcpfs could have made, ``.protected`` excepted; where the store has no listing, markers."""
     step = step_name(iteration)
     if store.capabilities.listable:
-        return {info.path: info.size_bytes for info in store.list(step) if _is_ours(info.path)}
-    found = {}
-    for name in (WRITING_NAME, MANIFEST_NAME):
-        size_bytes = _size_of(store, f"{step}/{name}")
-        if size_bytes >= 0:
-            found[f"{step}/{name}"] = size_bytes
-    return found
+        return {info.path for info in store.list(step) if _is_ours(info.path.removeprefix(f"{step}/"))}
+    names = [WRITING_NAME, MANIFEST_NAME, *(f"{key}/{METADATA_NAME}" for key in KEYS)]
+    return {f"{step}/{name}" for name in names if store.exists(f"{step}/{name}")}
 
 
-def _judge(store: Store, iteration: int, found: Mapping[str, int]) -> tuple[str | None, bool]:
-    """Save id of the commit that stands in a step (None: there is none), and whether all its files are there."""
-    step = step_name(iteration)
-    if f"{step}/{MANIFEST_NAME}" not in found:
-        if f"{step}/{WRITING_NAME}" in found:
-            return None, False
-        foreign = any(_is_key_marker(name) for name in found)
-        return ("", True) if foreign else (None, False)
-    try:
-        manifest = _read_manifest(store, iteration)
-    except ObjectNotFoundError:
-        return None, False
-    except CheckpointError:
-        return "", False
-    if not store.capabilities.listable:
-        return manifest.save_id, True
-    for name, record in manifest.files.items():
-        path = f"{step}/{name}"
-        if (found[path] if path in found else _size_of(store, path)) != record.size_bytes:
-            return manifest.save_id, False
-    return manifest.save_id, True
+def _predecessor(status: StepStatus) -> str | None:
+    """Save id of the commit that a step holds, ``""`` of a foreign or damaged one, None without one."""
+    if status.manifest is not None:
+        return status.manifest.save_id
+    foreign = status.foreign and any(map(_is_key_marker, status.files))
+    return "" if foreign or status.is_complete or status.state is StepState.DAMAGED else None
+
+
+def _is_committed(store: Store, claim: Claim) -> bool:
+    status = check_step(store, claim.iteration)
+    return status.is_complete and status.manifest is not None and status.manifest.save_id == claim.save_id
 
 
 def _require_another(store: Store, iteration: int) -> None:
@@ -352,9 +324,10 @@ def _require_another(store: Store, iteration: int) -> None:
     Raises:
         CheckpointExistsError: There is none.
     """
-    others = [parse_step_name(name) for name in store.list_directories()] if store.capabilities.listable else []
-    for other in sorted((each for each in others if each is not None and each != iteration), reverse=True):
-        if _judge(store, other, _look(store, other))[1]:
+    latest = parse_latest(_read_latest(store) or "")
+    others = {parse_step_name(name) for name in store.list_directories()} if store.capabilities.listable else {latest}
+    for other in sorted((each for each in others if each not in (None, iteration)), reverse=True):
+        if check_step(store, other, named=other == latest).is_complete:
             return
     raise CheckpointExistsError(
         f"can't overwrite {store.location.join(step_name(iteration)).redacted}: it is the only complete step, and if "
@@ -362,38 +335,20 @@ def _require_another(store: Store, iteration: int) -> None:
     )
 
 
-def _read_manifest(store: Store, iteration: int) -> Manifest:
-    step = step_name(iteration)
-    data = store.get(f"{step}/{MANIFEST_NAME}")
-    return decode_manifest(data, url=store.location.join(step).redacted)
-
-
 def _manifest_save_id(store: Store, iteration: int) -> str | None:
     """Save id of a manifest, ``""`` of a damaged one, None when there is none."""
-    try:
-        return _read_manifest(store, iteration).save_id
-    except ObjectNotFoundError:
+    data = get_if_there(store, f"{step_name(iteration)}/{MANIFEST_NAME}")
+    if data is None:
         return None
+    try:
+        return decode_manifest(data, url=store.location.join(step_name(iteration)).redacted).save_id
     except CheckpointError:
         return ""
 
 
 def _read_latest(store: Store) -> str | None:
-    try:
-        return store.get(LATEST_NAME).decode("utf-8", "replace")
-    except ObjectNotFoundError:
-        return None
-
-
-def _stands(store: Store, path: str) -> bool:
-    return store.exists(path)
-
-
-def _size_of(store: Store, path: str) -> int:
-    try:
-        return store.head(path).size_bytes
-    except ObjectNotFoundError:
-        return -1
+    data = get_if_there(store, LATEST_NAME)
+    return None if data is None else data.decode("utf-8", "replace")
 
 
 # --- what is put
@@ -424,15 +379,26 @@ def _put_manifest(store: Store, claim: Claim, encoded: bytes) -> None:
         store.put(path, [encoded])
 
 
+def _delete_markers_first(store: Store, names: Iterable[str]) -> None:
+    """Delete files of a step so that, wherever it breaks off, no key is left with its ``.metadata`` alone."""
+    by_kind = sorted(names)
+    for batch in (
+        [each for each in by_kind if _is_key_marker(each)],
+        [each for each in by_kind if not _is_key_marker(each)],
+    ):
+        if batch:
+            store.delete(batch)
+
+
 # --- whose a name is
 
 
-def _is_ours(path: str) -> bool:
-    """True for the names that dcpfs makes in a step, ``.protected`` excepted."""
-    parts = path.split("/")
-    if len(parts) == 2:
-        return parts[1] in (WRITING_NAME, MANIFEST_NAME)
-    return len(parts) == 3 and (_is_data(path) or _is_key_marker(path) or parse_rank_file_name(parts[2]) is not None)
+def _is_ours(name: str) -> bool:
+    """True for a name, relative to the step, that dcpfs makes; not for ``.protected``."""
+    parts = name.split("/")
+    if len(parts) == 1:
+        return name in (WRITING_NAME, MANIFEST_NAME)
+    return len(parts) == 2 and (_is_data(name) or _is_key_marker(name) or parse_rank_file_name(parts[1]) is not None)
 
 
 def _is_key_marker(path: str) -> bool:
