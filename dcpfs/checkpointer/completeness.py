@@ -27,6 +27,7 @@ from dataclasses import replace
 
 from dcpfs.checkpointer.layout import (
     KEYS,
+    LATEST_NAME,
     MANIFEST_NAME,
     WRITING_NAME,
     check_key,
@@ -59,6 +60,7 @@ __all__ = [
     "check_step",
     "check_step_at",
     "get_if_there",
+    "is_key",
     "share_files",
     "verify_step",
 ]
@@ -155,8 +157,7 @@ class _Look:
         if not named:
             return self._found(
                 StepState.UNKNOWN,
-                f"it has no {MANIFEST_NAME}, and latest_checkpoint.txt does not name it: another tool wrote it, or it "
-                "is not whole",
+                f"it has no {MANIFEST_NAME}, and {LATEST_NAME} does not name it",
             )
         return self._judge_foreign(files)
 
@@ -305,7 +306,7 @@ def _layout(files: Iterable[str]) -> tuple[tuple[str, ...], dict[str, dict[int, 
     rank_files: dict[str, dict[int, str]] = {}
     for name in sorted(files):
         key, _, rest = name.partition("/")
-        if not _is_key(key) or not rest:
+        if not is_key(key) or not rest:
             continue
         rank = parse_rank_file_name(rest)
         if rank is not None:
@@ -316,7 +317,8 @@ def _layout(files: Iterable[str]) -> tuple[tuple[str, ...], dict[str, dict[int, 
     return tuple(sorted(keys, key=lambda key: (order.get(key, len(order)), key))), rank_files
 
 
-def _is_key(name: str) -> bool:
+def is_key(name: str) -> bool:
+    """Whether a directory of that name can be a key's."""
     try:
         check_key(name)
     except ConfigError:

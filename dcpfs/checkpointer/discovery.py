@@ -29,11 +29,12 @@ from dcpfs.checkpointer.completeness import (
     check_step,
     check_step_at,
     get_if_there,
+    is_key,
 )
 from dcpfs.checkpointer.layout import LATEST_NAME, MANIFEST_NAME, parse_latest, parse_step_name, step_name
 from dcpfs.config import Trust
 from dcpfs.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
-from dcpfs.format.names import METADATA_NAME
+from dcpfs.format.names import METADATA_NAME, rank_metadata_name
 from dcpfs.storage.store import Store
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _ASKED_AT_ONCE = 8
+_ASKED_AT_MOST = 256
 _NAMED_AT_MOST = 8
 _RUN_SUBDIRECTORY = "checkpoints"
 
@@ -173,12 +175,11 @@ class StepSearch:
             raise self._unusable_choice()
         if self.committed_ever:
             raise self._none_usable()
-        names = "; ".join(status.describe() for status in self.skipped[:_NAMED_AT_MOST])
         logger.warning(
             "%s has no committed step: starting from scratch%s",
             self._location,
-            f". Passed over: {names}; to resume from one of them, write its name into {LATEST_NAME} or set load_step"
-            if names
+            f". To resume from a step that was passed over, write its name into {LATEST_NAME} or set load_step"
+            if self.skipped
             else "",
         )
         return None
@@ -198,7 +199,9 @@ class StepSearch:
                 self.skipped.append(status)
             return
         self.latest = read_latest(self._store, self._root)
-        iterations, alike = _list_names(self._store, self._root)
+        # A store without a listing, such as a web server, serves the step that is named.
+        listable = self.latest is None or self._store.capabilities.listable
+        iterations, alike = _list_names(self._store, self._root) if listable else ([], [])
         if alike:
             logger.warning(
                 "%s: not taken for steps, by their names: %s", self._location, ", ".join(alike[:_NAMED_AT_MOST])
@@ -246,7 +249,8 @@ class StepSearch:
 
     def _skip(self, status: StepStatus) -> None:
         self.skipped.append(status)
-        logger.warning("%s: %s is passed over", self._location, status.describe())
+        level = logging.WARNING if len(self.skipped) <= _NAMED_AT_MOST else logging.DEBUG
+        logger.log(level, "%s: %s is passed over", self._location, status.describe())
 
     def _unusable_choice(self) -> IncompleteCheckpointError | CheckpointNotFoundError:
         status = self.skipped[-1]
@@ -395,11 +399,8 @@ def check_location(
 def _find_place(store: Store, verify: Verify | None, trust: Trust, load_step: int | None) -> Found:
     if store.exists(MANIFEST_NAME):
         return Found(Place.STEP, check_step_at(store, trust=trust))
-    segments = store.location.url.rstrip("/").split("/")
     if store.exists(METADATA_NAME):
-        status = check_key_directory(store, trust=trust)
-        iteration = parse_step_name(segments[-2]) if len(segments) > 1 else None
-        return Found(Place.KEY, replace(status, iteration=iteration), segments[-1])
+        return _as_key(store, trust)
     root = _find_run(store)
     if root is not None:
         choice = choose_step(store, load_step=load_step, verify=verify, trust=trust, root=root)
@@ -408,7 +409,30 @@ def _find_place(store: Store, verify: Verify | None, trust: Trust, load_step: in
         raise IncompleteCheckpointError(
             f"loading from {store.location.join(root)}: none of its steps was committed; name one of them in load_path"
         )
-    return Found(Place.STEP, check_step_at(store, trust=trust))
+    if store.exists(rank_metadata_name(0)):
+        return _as_key(store, trust)
+    if _has_keys(store):
+        return Found(Place.STEP, check_step_at(store, trust=trust))
+    return Found(Place.STEP, StepStatus(None, StepState.ABSENT, url=store.location.redacted))
+
+
+def _as_key(store: Store, trust: Trust) -> Found:
+    segments = store.location.url.rstrip("/").split("/")
+    iteration = parse_step_name(segments[-2]) if len(segments) > 1 else None
+    return Found(Place.KEY, replace(check_key_directory(store, trust=trust), iteration=iteration), segments[-1])
+
+
+def _has_keys(store: Store) -> bool:
+    """Whether a directory right below holds metadata.
+
+    Asked before everything is listed: a path that was mistyped can hold millions of other files.
+    """
+    if not store.capabilities.listable:
+        return True
+    names = [name for name in store.list_directories("") if is_key(name)]
+    wanted = [f"{name}/{file}" for name in names for file in (METADATA_NAME, rank_metadata_name(0))]
+    with ThreadPoolExecutor(_ASKED_AT_ONCE, "dcpfs-look") as pool:
+        return any(pool.map(store.exists, wanted[:_ASKED_AT_MOST]))
 
 
 def _find_run(store: Store) -> str | None:

@@ -28,13 +28,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dcpfs.checkpointer.choices import BestMode
-from dcpfs.checkpointer.completeness import check_step
+from dcpfs.checkpointer.completeness import check_step, is_key
 from dcpfs.checkpointer.discovery import list_steps, read_latest
 from dcpfs.checkpointer.layout import (
     MANIFEST_NAME,
     PROTECTED_NAME,
     WRITING_NAME,
-    check_key,
     parse_rank_file_name,
     step_name,
 )
@@ -463,11 +462,7 @@ def _is_shard(name: str) -> bool:
 def _file_of_key(name: str) -> str:
     """The file's name when it lies right in a key's directory, else ""."""
     key, _, file = name.partition("/")
-    try:
-        check_key(key)
-    except ConfigError:
-        return ""
-    return file
+    return file if is_key(key) else ""
 
 
 def _log(store: Store, report: RetentionReport) -> None:
