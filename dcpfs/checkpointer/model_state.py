@@ -41,13 +41,15 @@ def list_names(names: Iterable[str]) -> str:
     return ", ".join(every[:_SHOWN]) + more
 
 
-def model_parts_of(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+def model_parts_of(model: object) -> tuple[nn.Module, ...]:
     """The modules of a model.
 
     Raises:
         ConfigError: It is no module, and no sequence of modules.
     """
-    parts = tuple(model) if isinstance(model, Sequence) else (model,)
+    if isinstance(model, nn.Module):
+        return (model,)
+    parts = tuple(model) if isinstance(model, Sequence) else ()
     if not parts or not all(isinstance(part, nn.Module) for part in parts):
         raise ConfigError(f"a model must be a module or a sequence of modules, not {_describe(model)}")
     return tuple(dict.fromkeys(parts))

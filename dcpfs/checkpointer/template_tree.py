@@ -22,7 +22,7 @@ from dcpfs.checkpointer.stored_value import StoredValue
 from dcpfs.dcp.flatten import flatten
 from dcpfs.errors import CorruptCheckpointError
 
-__all__ = ["below", "build_tree", "placeholder", "starts_with_name"]
+__all__ = ["below", "build_tree", "nest_leaves", "placeholder", "starts_with_name"]
 
 _MOST_POSITIONS = 1 << 24
 """Positions of a list that a path may name: more is an attack on memory."""
@@ -79,6 +79,22 @@ def build_tree(stored: Mapping[str, StoredValue], live: Mapping[str, object]) ->
     for key, steps in _guess(unknown, live).items():
         _place(root, steps, placeholder(unknown[key]))
     return cast("dict[str, object]", root)
+
+
+def nest_leaves(leaves: Mapping[str, object], live: Mapping[object, object]) -> dict[object, object]:
+    """A nested state of leaves by flat key, in containers like those of the live state, with its types of keys."""
+    if not any("." in key for key in leaves):
+        texts = {str(key): key for key in live}
+        return {texts.get(key, key): leaf for key, leaf in leaves.items()}
+    own = cast("Mapping[str, object]", live)
+    _, structure = flatten(own)
+    known = {key for key in leaves if key in structure.paths}
+    paths = {key: _steps(structure.paths[key], structure.real_path(key)) for key in known}
+    paths |= _guess([key for key in leaves if key not in known], own)
+    root: dict[object, object] = {}
+    for key, leaf in leaves.items():
+        _place(root, paths[key], leaf)
+    return root
 
 
 def placeholder(value: StoredValue) -> torch.Tensor | None:
