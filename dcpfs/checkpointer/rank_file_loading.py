@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcpfs.checkpointer.choices import WorldSizePolicy
+from dcpfs.checkpointer.rank_state import RankResize, decode_rank_state
 from dcpfs.checkpointer.stored_step import StoredStep
 from dcpfs.config import Trust
 from dcpfs.errors import (
@@ -32,14 +33,11 @@ from dcpfs.format.checksum import crc32
 from dcpfs.ranks import Ranks
 from dcpfs.storage.store import Store
 
-if TYPE_CHECKING:
-    from dcpfs.checkpointer.rank_state import RankResize
-
 __all__ = ["RankFileLoading", "ReshardHook"]
 
 _logger = logging.getLogger(__name__)
 
-ReshardHook = Callable[[Mapping[int, object], "RankResize"], object]
+ReshardHook = Callable[[Mapping[int, object], RankResize], object]
 """Makes a rank's state of those of all ranks that saved, by their rank."""
 
 
@@ -107,8 +105,6 @@ class RankFileLoading:
             _logger.warning("%s; it is left as it is", text)
 
     def _resize(self, store: Store, names: Mapping[int, str], world_size: int, trust: Trust) -> None:
-        from dcpfs.checkpointer.rank_state import RankResize
-
         policy = self._policy
         if not isinstance(policy, WorldSizePolicy):
             loaded: dict[str, object] = {name: self._load(store, name, trust) for name in dict.fromkeys(names.values())}
@@ -128,8 +124,6 @@ class RankFileLoading:
         _logger.warning("%s; it is left as it is", text)
 
     def _load(self, store: Store, name: str, trust: Trust) -> object:
-        from dcpfs.checkpointer.rank_state import decode_rank_state
-
         try:
             data = store.get(name)
         except BucketNotFoundError:
