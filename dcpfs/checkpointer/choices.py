@@ -9,6 +9,7 @@ from __future__ import annotations
 from dcpfs.config import Choice
 
 __all__ = [
+    "Access",
     "AsyncMode",
     "BestMode",
     "DedupPolicy",
@@ -18,6 +19,15 @@ __all__ = [
     "WhenBusy",
     "WorldSizePolicy",
 ]
+
+
+class Access(Choice):
+    """What a checkpointer is used for."""
+
+    READ_WRITE = "read_write"
+    """Loads and saves."""
+    READ_ONLY = "read_only"
+    """Loads: nothing is ever written, and no process or thread started. `save` is an error."""
 
 
 class AsyncMode(Choice):

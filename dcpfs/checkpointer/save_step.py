@@ -101,8 +101,10 @@ class SaveContext:
         retry: When requests are tried again.
         trust: `Trust.PICKLE`: objects that a default load refuses are saved all the same.
         sweep: Called by the coordinator after the verdict.
-        still_wanted: Asked right before the commit; raises when nobody waits for the save any more.
+        still_wanted: Asked before and right before the commit; raises when nobody waits for the save any more.
         plans: Of the last exchange.
+        global_rank: This process's rank in the whole job, by which its own files are named; None: that of ``ranks``.
+        file_rank: Global rank whose files this rank reads on a load; None: its own.
     """
 
     save_dir: Location
@@ -116,6 +118,8 @@ class SaveContext:
     sweep: Sweep | None = None
     still_wanted: Callable[[], None] | None = None
     plans: PlanCache = field(default_factory=PlanCache)
+    global_rank: int | None = None
+    file_rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +195,8 @@ def save_step(
 class _Written:
     """What a rank tells the coordinator after writing. File names are relative to the step."""
 
+    global_rank: int
+    file_rank: int
     results: bytes = b""
     files: dict[str, FileRecord] = field(default_factory=dict)
     fingerprint: dict[str, int] = field(default_factory=dict)
@@ -214,7 +220,8 @@ class _Save:
         self._claim: Claim | None = None
         self._global: GlobalPlan | None = None
         self._writers: dict[str, StorageWriter] = {}
-        self._written = _Written()
+        own = self._ranks.rank if context.global_rank is None else context.global_rank
+        self._written = _Written(own, own if context.file_rank is None else context.file_rank)
         self._first_file_number = 0
         self._discards = False
         self._stands = False
@@ -389,6 +396,8 @@ class _Save:
                 written.fingerprint[key] = writer.fingerprint
             self.bytes_written += sum(result.size_in_bytes for result in results[key])
         self._write_rank_files()
+        if self._context.still_wanted is not None:
+            self._context.still_wanted()
         written.results = encode_results(results, step, assigned)
 
     def _write_rank_files(self) -> None:
@@ -484,15 +493,19 @@ def _attempt(action: Callable[[], object]) -> BaseException | None:
 
 
 def _rank_files_of(collected: Sequence[_Written]) -> dict[str, dict[int, str]]:
-    """Key to global rank to the file that this rank wrote."""
-    found: dict[str, dict[int, str]] = {}
+    """Key to global rank to the file that this rank reads on a load."""
+    own: dict[str, dict[int, str]] = {}
     for each in collected:
         for name in each.files:
             key, _, file = name.rpartition("/")
             rank = parse_rank_file_name(file)
             if rank is not None:
-                found.setdefault(key, {})[rank] = name
-    return found
+                own.setdefault(key, {})[rank] = name
+    shared = {each.global_rank: each.file_rank for each in collected}
+    return {
+        key: {rank: names[file_rank] for rank, file_rank in shared.items() if file_rank in names}
+        for key, names in own.items()
+    }
 
 
 def _add_fingerprints(collected: Sequence[_Written]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from typing import Protocol
 from dcpfs.background.arena import Arena
 from dcpfs.checkpointer.choices import WhenBusy
 from dcpfs.checkpointer.local_step import LocalStep
-from dcpfs.checkpointer.phases import Phases
+from dcpfs.checkpointer.phases import PhaseRecord, Phases
 from dcpfs.checkpointer.save_step import SaveContext, StepReport, save_step
 from dcpfs.checkpointer.staging import stage_step
 from dcpfs.errors import CheckpointError
@@ -63,12 +63,14 @@ class SaveOutcome:
         report: What was done, or None when it failed.
         error: Why it failed: this rank's own exception, or another rank's as a value.
         seconds: From the request to the verdict.
+        phases: What took how long, on this rank.
     """
 
     iteration: int
     report: StepReport | None
     error: BaseException | None
     seconds: float
+    phases: tuple[PhaseRecord, ...] = ()
 
 
 class Saver(Protocol):
@@ -287,7 +289,7 @@ class ThreadSaver:
             _agree(self._caller, outcome.error)
         except BaseException as error:  # noqa: BLE001 - handed to the caller as the outcome
             if error is not outcome.error:
-                return SaveOutcome(outcome.iteration, None, error, outcome.seconds)
+                return SaveOutcome(outcome.iteration, None, error, outcome.seconds, outcome.phases)
         return outcome
 
 
@@ -306,4 +308,4 @@ def _save(request: SaveRequest, context: SaveContext, phases: Phases) -> SaveOut
         report = save_step(request.step, context, error=request.error, phases=phases, moves_latest=request.moves_latest)
     except BaseException as caught:  # noqa: BLE001 - handed to the caller as the outcome
         error = caught
-    return SaveOutcome(request.iteration, report, error, time.monotonic() - started_seconds)
+    return SaveOutcome(request.iteration, report, error, time.monotonic() - started_seconds, phases.records)
