@@ -10,12 +10,15 @@ two saves, can tell in one number whether plans have to be exchanged again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
-__all__ = ["LocalKey", "LocalStep"]
+from dcpfs.errors import DcpfsError
+
+__all__ = ["LocalKey", "LocalStep", "naming_key"]
 
 
 @dataclass(slots=True)
@@ -57,3 +60,13 @@ class LocalStep:
     world_size: int = 1
     metric: float | None = None
     topology: dict[str, object] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def naming_key(key: str) -> Generator[None, None, None]:
+    """Within the block, errors of dcpfs are about this key's state, and their text says so."""
+    try:
+        yield
+    except DcpfsError as error:
+        error.message = f"{error.message} (in the state of the key {key!r})"
+        raise

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 from dcpfs.checkpointer.choices import DedupPolicy
 from dcpfs.checkpointer.global_plan import GlobalPlan, plan_globally
-from dcpfs.checkpointer.local_step import LocalKey, LocalStep
+from dcpfs.checkpointer.layout import check_key
+from dcpfs.checkpointer.local_step import LocalKey, LocalStep, naming_key
 from dcpfs.checkpointer.plan_cache import PlanCache
-from dcpfs.checkpointer.plan_codec import decode_assigned, decode_local_plans, encode_local_plans
+from dcpfs.checkpointer.plan_codec import decode_assigned, decode_local_plans, digest_keys, encode_local_plans
 from dcpfs.checkpointer.result_codec import decode_results, encode_results
 from dcpfs.config import Trust
-from dcpfs.dcp.save_planner import SavePlanner
+from dcpfs.dcp.save_planner import PlannerData, SavePlanner
 
 __all__ = [
     "DedupPolicy",
@@ -57,14 +57,12 @@ def plan_step(
         UnsupportedValueError: A value can't be stored exactly; names its key.
     """
     keys: dict[str, LocalKey] = {}
-    text = [f"{world_size} {dedup.value}"]
     for key, state in states.items():
-        planner = SavePlanner(trust=trust)
-        planner.set_up_planner(dict(state))
-        plan = planner.create_local_plan()
-        keys[key] = LocalKey(key, plan, planner)
-        text.append(f"{key} {plan.planner_data.structure} {plan.items}")
-    digest = int.from_bytes(hashlib.blake2b("\n".join(text).encode(errors="backslashreplace"), digest_size=8).digest())
-    return LocalStep(
-        iteration, keys, dict(rank_files or {}), digest >> 1, world_size, metric, dict(topology or {})
-    )
+        planner = SavePlanner(trust=trust, world_size=world_size)
+        with naming_key(check_key(key)):
+            planner.set_up_planner(dict(state))
+            plan = planner.create_local_plan()
+        notes = plan.planner_data
+        keys[key] = LocalKey(key, plan, planner, notes.digests if isinstance(notes, PlannerData) else {})
+    digest = digest_keys(keys, world_size=world_size, dedup=dedup)
+    return LocalStep(iteration, keys, dict(rank_files or {}), digest, world_size, metric, dict(topology or {}))

@@ -30,8 +30,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
@@ -64,9 +64,11 @@ if TYPE_CHECKING:
 
     from dcpfs.torch_private import StreamTransformExtension
 
-__all__ = ["FsspecStorageWriter"]
+__all__ = ["FsspecStorageWriter", "reads_items"]
 
 _logger = logging.getLogger(__name__)
+
+F = TypeVar("F", bound=Callable[..., object])
 
 _PAUSED_BYTES = 4 << 30
 _SEQUENTIAL_FILES = 8
@@ -79,6 +81,19 @@ class _LocalItems:
     """The items of a rank before replicas are dropped. Pickled with the plan, they cost a reference each."""
 
     items: list[WriteItem]
+
+
+def reads_items(writer: StorageWriter) -> bool:
+    """False when the writer's `prepare_global_plan` needs no items, so that nobody has to make those of all ranks.
+
+    That is a property of the very function: whoever overrides it is asked with all items again.
+    """
+    return getattr(type(writer).prepare_global_plan, "dcpfs_reads_items", True) is not False
+
+
+def _needs_no_items(function: F) -> F:
+    function.dcpfs_reads_items = False  # type: ignore[attr-defined]  # read by `reads_items`
+    return function
 
 
 class FsspecStorageWriter(StorageWriter):
@@ -189,6 +204,7 @@ class FsspecStorageWriter(StorageWriter):
             return dataclasses.replace(plan, storage_data=_LocalItems(plan.items))
         return plan
 
+    @_needs_no_items
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Compare the ranks' plans, then refuse or withdraw what stands there. Coordinator, while the others wait."""
         if self._use_collectives:
