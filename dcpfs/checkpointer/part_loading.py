@@ -25,7 +25,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcpfs.checkpointer.layout import OPTIM, SCHEDULER, TRAINER
-from dcpfs.checkpointer.renaming import FqnNaming, Placement, Renaming
+from dcpfs.checkpointer.renaming import FqnNaming, Placement, Renaming, optimizer_fqns
 from dcpfs.checkpointer.stored_value import StoredValue, TemplatePart
 from dcpfs.config import CastPolicy
 from dcpfs.dcp.flatten import Structure, unflatten
@@ -121,6 +121,10 @@ class KeyLoading:
     def _fill_renamed(self, allow_cast: CastPolicy, renaming: Renaming, known_names: Mapping[str, str]) -> None:
         records = self._index.records
         naming = FqnNaming.OPTIMIZER if self.key == OPTIM else FqnNaming.PLAIN
+        if self.key == OPTIM and not known_names and isinstance(self._part, (TemplatePart, Stateful)):
+            # The model is not loaded: the optimizer's own names say what the rules lead to.
+            own = optimizer_fqns(self._part.state_dict())
+            known_names = renaming.sources(optimizer_fqns(records)).place(own).fqns
         names = renaming.sources(records, naming, known=known_names)
         visible = {new: records[olds[0]] for new, olds in names.by_new.items()}
         self._filling = StateFilling(self._state_for(visible))

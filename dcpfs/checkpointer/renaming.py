@@ -25,7 +25,15 @@ from dataclasses import dataclass, field
 
 from dcpfs.errors import ConfigError, KeyMismatchError
 
-__all__ = ["FqnNaming", "Placement", "RenameRules", "Renaming", "SourceNames", "find_optimizer_prefixes"]
+__all__ = [
+    "FqnNaming",
+    "Placement",
+    "RenameRules",
+    "Renaming",
+    "SourceNames",
+    "find_optimizer_prefixes",
+    "optimizer_fqns",
+]
 
 RenameRules = Mapping[str, str] | Callable[[str], str]
 """Regular expression to replacement, or a function from a name to a name."""
@@ -211,6 +219,12 @@ class SourceNames:
                 head, fqn, tail = _split_optimizer_name(name[len(prefix) :])
                 return prefix + head, fqn, tail
         return "", name, ""
+
+
+def optimizer_fqns(names: Iterable[str]) -> list[str]:
+    """The parameters that an optimizer's flat keys name, each once."""
+    splits = (_OPTIMIZER_NAME.fullmatch(name) for name in names)
+    return list(dict.fromkeys(match[2] for match in splits if match is not None))
 
 
 def find_optimizer_prefixes(names: Iterable[str]) -> tuple[str, ...]:
