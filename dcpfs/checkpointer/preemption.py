@@ -16,11 +16,11 @@ signal by some seconds, or end with their parent, whichever comes first.
 
 ::
 
-    request = SaveRequest()
-    with install_signal_handler(request):             # SIGTERM and SIGUSR1
+    flag = SaveFlag()
+    with install_signal_handler(flag):             # SIGTERM and SIGUSR1
         for batch in loader:
             step(batch)
-            if request.requested:                     # with several ranks: agree first
+            if flag.requested:                        # with several ranks: agree first
                 save(); break
 """
 
@@ -38,14 +38,14 @@ from dcpfs.errors import ConfigError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["SaveRequest", "SignalHandlers", "install_signal_handler", "shield_worker"]
+__all__ = ["SaveFlag", "SignalHandlers", "install_signal_handler", "shield_worker"]
 
 _Handler = Callable[[int, FrameType | None], object]
 _SHIELD_SECONDS = 30
 """What Kubernetes, by default, lets pass between its SIGTERM and its SIGKILL."""
 
 
-class SaveRequest:
+class SaveFlag:
     """Whether somebody asked for a save. Takes no lock, so signal handlers and any thread may use it."""
 
     __slots__ = ("_signal", "_wanted")
@@ -78,8 +78,8 @@ class SaveRequest:
 class SignalHandlers:
     """The handlers that `install_signal_handler` put in place. Use it as a context manager, or call `uninstall`."""
 
-    def __init__(self, request: SaveRequest, previous: dict[int, object]) -> None:
-        self._request = request
+    def __init__(self, flag: SaveFlag, previous: dict[int, object]) -> None:
+        self._flag = flag
         self._previous = previous
         self._pid = os.getpid()
         self._wanted = True
@@ -101,7 +101,7 @@ class SignalHandlers:
             os.kill(os.getpid(), number)
             return
         if self._wanted:
-            self._request.request(number)
+            self._flag.request(number)
         # The default handler of SIGINT raises KeyboardInterrupt: that is for the second time.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)
@@ -116,7 +116,7 @@ class SignalHandlers:
 
 
 def install_signal_handler(
-    request: SaveRequest, signals: int | Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)
+    flag: SaveFlag, signals: int | Iterable[int] = (signal.SIGTERM, signal.SIGUSR1)
 ) -> SignalHandlers:
     """Let signals ask for a save. In the main thread only; local to this process.
 
@@ -124,7 +124,7 @@ def install_signal_handler(
     signal does what it did before; install again to be asked again.
 
     Args:
-        request: What notes it.
+        flag: What notes it.
         signals: One signal or several, e.g. ``signal.SIGTERM``.
 
     Raises:
@@ -135,7 +135,7 @@ def install_signal_handler(
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("can't handle signals from this thread: install the handler in the main thread")
     previous = {int(number): _handler_of(number) for number in numbers}
-    handlers = SignalHandlers(request, previous)
+    handlers = SignalHandlers(flag, previous)
     for number in previous:
         signal.signal(number, handlers._handle)
     return handlers

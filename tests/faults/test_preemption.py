@@ -13,12 +13,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from dcpfs.checkpointer.preemption import SaveRequest, install_signal_handler
+from dcpfs.checkpointer.preemption import SaveFlag, install_signal_handler
 from dcpfs.errors import ConfigError
 
 PREAMBLE = """
 import os, signal, sys, time
-from dcpfs.checkpointer.preemption import SaveRequest, install_signal_handler, shield_worker
+from dcpfs.checkpointer.preemption import SaveFlag, install_signal_handler, shield_worker
 
 def say(*words):
     print(*words, flush=True)
@@ -26,7 +26,7 @@ def say(*words):
 def wait():
     sys.stdin.readline()
 
-request = SaveRequest()
+flag = SaveFlag()
 """
 
 
@@ -65,10 +65,10 @@ def go_on(process: subprocess.Popen[str]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_the_first_signal_asks_for_a_save_and_the_second_ends_the_process(number: signal.Signals) -> None:
     code = """
-    install_signal_handler(request)
+    install_signal_handler(flag)
     say("ready")
     wait()
-    say(request.requested, request.reason)
+    say(flag.requested, flag.reason)
     wait()
     """
     with running(code) as process:
@@ -83,11 +83,11 @@ def test_the_first_signal_asks_for_a_save_and_the_second_ends_the_process(number
 def test_a_handler_that_was_there_is_called_both_times_and_stays_afterwards() -> None:
     code = """
     signal.signal(signal.SIGUSR1, lambda number, frame: say("theirs"))
-    handlers = install_signal_handler(request, signal.SIGUSR1)
+    handlers = install_signal_handler(flag, signal.SIGUSR1)
     for _ in range(2):
-        request.clear()
+        flag.clear()
         os.kill(os.getpid(), signal.SIGUSR1)
-        say(request.requested)
+        say(flag.requested)
     handlers.uninstall()
     os.kill(os.getpid(), signal.SIGUSR1)
     """
@@ -99,9 +99,9 @@ def test_a_handler_that_was_there_is_called_both_times_and_stays_afterwards() ->
 
 def test_ctrl_c_asks_the_first_time_and_interrupts_the_second_time() -> None:
     code = """
-    install_signal_handler(request, signal.SIGINT)
+    install_signal_handler(flag, signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
-    say(request.reason)
+    say(flag.reason)
     try:
         os.kill(os.getpid(), signal.SIGINT)
     except KeyboardInterrupt:
@@ -113,7 +113,7 @@ def test_ctrl_c_asks_the_first_time_and_interrupts_the_second_time() -> None:
 
 def test_a_forked_child_ends_at_the_first_signal() -> None:
     code = """
-    install_signal_handler(request)
+    install_signal_handler(flag)
     started, starts = os.pipe()
     child = os.fork()
     if child == 0:
@@ -122,7 +122,7 @@ def test_a_forked_child_ends_at_the_first_signal() -> None:
         os._exit(0)
     os.read(started, 1)  # a signal before Python is done with forking would be lost, whatever the handler
     os.kill(child, signal.SIGTERM)
-    say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), request.requested)
+    say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flag.requested)
     """
     with running(code) as process:
         assert hear(process) == f"{-signal.SIGTERM} False"
@@ -130,12 +130,12 @@ def test_a_forked_child_ends_at_the_first_signal() -> None:
 
 def test_two_checkpointers_are_both_asked_and_leave_in_any_order() -> None:
     code = """
-    other = SaveRequest()
+    other = SaveFlag()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    first, second = install_signal_handler(request), install_signal_handler(other)
+    first, second = install_signal_handler(flag), install_signal_handler(other)
     os.kill(os.getpid(), signal.SIGUSR1)
-    say(request.requested, other.requested)
-    first, second = install_signal_handler(SaveRequest()), install_signal_handler(other)
+    say(flag.requested, other.requested)
+    first, second = install_signal_handler(SaveFlag()), install_signal_handler(other)
     first.uninstall()
     second.uninstall()
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -156,19 +156,19 @@ def test_case_42_a_signal_to_the_whole_group_leaves_time_for_the_save(shielded: 
         shield = shield_worker if {shielded} else None
         loader = DataLoader(range(1000), num_workers=2, worker_init_fn=shield)
         steps = 0
-        with install_signal_handler(request):
+        with install_signal_handler(flag):
             try:
                 for batch in loader:
                     steps += 1
                     if steps == 3:
                         say("training")
                         wait()
-                    if request.requested and steps > 100:  # more than the workers had prepared
+                    if flag.requested and steps > 100:  # more than the workers had prepared
                         break
                 say("went on")
             except (RuntimeError, EOFError, OSError):
                 say("lost its workers")
-            say("saves because of", request.reason)
+            say("saves because of", flag.reason)
 
     main()
     """
@@ -182,27 +182,27 @@ def test_case_42_a_signal_to_the_whole_group_leaves_time_for_the_save(shielded: 
 
 
 def test_a_request_stands_until_it_is_cleared() -> None:
-    request = SaveRequest()
-    states = [request.requested]
-    thread = threading.Thread(target=request.request)
+    flag = SaveFlag()
+    states = [flag.requested]
+    thread = threading.Thread(target=flag.request)
     thread.start()
     thread.join()
-    states.append(request.requested)
-    assert request.reason == "the program"
-    request.clear()
-    assert [*states, request.requested] == [False, True, False]
+    states.append(flag.requested)
+    assert flag.reason == "the program"
+    flag.clear()
+    assert [*states, flag.requested] == [False, True, False]
 
 
 def test_handlers_are_refused_outside_the_main_thread_and_for_signals_that_can_not_be_handled() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     for number in (signal.SIGKILL, 4711):
         with pytest.raises(ConfigError, match="can't handle"):
-            install_signal_handler(SaveRequest(), [signal.SIGUSR2, number])
+            install_signal_handler(SaveFlag(), [signal.SIGUSR2, number])
     refused: list[str] = []
 
     def install() -> None:
         try:
-            install_signal_handler(SaveRequest())
+            install_signal_handler(SaveFlag())
         except ConfigError as error:
             refused.append(str(error))
 
