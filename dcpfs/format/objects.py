@@ -28,7 +28,14 @@ from dcpfs.format.checksum import crc32
 from dcpfs.format.tensor_pickle import STORAGE_CLASSES
 from dcpfs.format.unpickling import SafeUnpickler
 
-__all__ = ["check_storable_object", "decode_object", "decode_tensor_entry", "encode_object"]
+__all__ = [
+    "StorageClass",
+    "check_storable_object",
+    "decode_object",
+    "decode_tensor_entry",
+    "encode_object",
+    "resolve_tensor_value",
+]
 
 
 _PLAIN = (int, float, bool, str, bytes, complex, type(None))
@@ -99,7 +106,7 @@ def decode_object(data: bytes | memoryview, *, trust: Trust = Trust.ALLOWLIST, k
         return _load_with_torch(view, trust, what, key)
     try:
         unpickler = SafeUnpickler(
-            archive.read("data.pkl"), what=what, resolve=_resolve, load_persistent=archive.load_storage
+            archive.read("data.pkl"), what=what, resolve=resolve_tensor_value, load_persistent=archive.load_storage
         )
         return unpickler.load()
     except UntrustedDataError as error:
@@ -212,7 +219,7 @@ class _Archive:
             type(pid) is not tuple
             or len(pid) != 5
             or pid[0] != "storage"
-            or type(pid[1]) is not _StorageClass
+            or type(pid[1]) is not StorageClass
             or type(pid[2]) is not str
             or type(pid[4]) is not int
         ):
@@ -235,7 +242,7 @@ class _Archive:
         )
 
 
-class _StorageClass:
+class StorageClass:
     """Stands for a storage class of torch, whose pickles name nothing but the dtype."""
 
     __slots__ = ("dtype",)
@@ -321,9 +328,10 @@ _GLOBALS = {
     ("torch._utils", "_rebuild_tensor_v2"): Global(_rebuild_typed, _rebuild_typed),
     ("torch._utils", "_rebuild_tensor_v3"): Global(_rebuild_untyped, _rebuild_untyped),
     ("torch._utils", "_rebuild_parameter"): Global(_rebuild_parameter, _rebuild_parameter),
-    ("torch.storage", "UntypedStorage"): Global(_StorageClass(None)),
-} | {("torch", name): Global(_StorageClass(dtype)) for dtype, name in STORAGE_CLASSES.items()}
+    ("torch.storage", "UntypedStorage"): Global(StorageClass(None)),
+} | {("torch", name): Global(StorageClass(dtype)) for dtype, name in STORAGE_CLASSES.items()}
 
 
-def _resolve(module: str, name: str) -> Global | None:
+def resolve_tensor_value(module: str, name: str) -> Global | None:
+    """The allow-list for values, with what rebuilds a tensor from its storage."""
     return _GLOBALS.get((module, name)) or resolve_value(module, name)
