@@ -66,6 +66,7 @@ from dcpfs.storage.store import Store
 __all__ = [
     "Claim",
     "ClaimState",
+    "Stragglers",
     "abandon_step",
     "claim_step",
     "move_latest",
@@ -74,6 +75,17 @@ __all__ = [
 ]
 
 _logger = logging.getLogger(__name__)
+
+_TRIES = 3
+
+
+class Stragglers(enum.Enum):
+    """Whether a rank of a failed save may still be writing."""
+
+    NONE = "none"
+    """All have said that they are done."""
+    POSSIBLE = "possible"
+    """One was not heard of: it may be dead, or just slow."""
 
 
 class ClaimState(enum.Enum):
@@ -112,7 +124,8 @@ class Claim:
 def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisting = OnExisting.OVERWRITE) -> Claim:
     """Look at a step, and make it this save's when nothing stands there. Coordinator.
 
-    Three requests for an empty step: the pointer, a listing, ``.writing``.
+    Four requests for an empty step: the pointer, a listing, ``.writing``, and a listing again, since another save may
+    have committed in between.
 
     Args:
         store: Opened at ``save_dir``.
@@ -127,9 +140,18 @@ def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisti
     """
     check_iteration(iteration)
     latest = _read_latest(store)
-    found = _look(store, iteration)
-    if not found and _put_fresh(store, iteration, save_id):
+    own = f"{step_name(iteration)}/{WRITING_NAME}"
+    claimed = not _look(store, iteration) and _put_fresh(store, iteration, save_id)
+    if claimed and _look(store, iteration) <= {own}:
         return Claim(iteration, save_id, ClaimState.FRESH, latest=latest)
+    try:
+        return _claim_occupied(store, iteration, save_id, on_existing, latest)
+    finally:
+        if claimed and read_owner(store, iteration) == save_id:  # the step is not this save's before `withdraw_step`
+            store.delete([own])
+
+
+def _claim_occupied(store: Store, iteration: int, save_id: str, on_existing: OnExisting, latest: str | None) -> Claim:
     status = check_step(store, iteration, named=True)
     step = store.location.join(step_name(iteration)).redacted
     predecessor = _predecessor(status)
@@ -169,22 +191,26 @@ def withdraw_step(store: Store, claim: Claim) -> None:
     """
     iteration, save_id = claim.iteration, claim.save_id
     step = step_name(iteration)
+    manifest, writing = f"{step}/{MANIFEST_NAME}", f"{step}/{WRITING_NAME}"
     if claim.predecessor is not None and check_step(store, iteration, named=True).is_complete:
         _require_another(store, iteration)
-    writing = f"{step}/{WRITING_NAME}"
-    store.put(writing, [_encode_owner(save_id)])
-    predecessor = _manifest_save_id(store, iteration)
-    if predecessor not in (None, claim.predecessor):
-        if read_owner(store, iteration) == save_id:
-            store.delete([writing])
-        raise superseded(store, iteration, save_id, predecessor, verb="start the save")
-    names = _look(store, iteration) - {writing}  # after the put: all of a save that asked before it is there by now
-    store.delete([f"{step}/{MANIFEST_NAME}"])
-    _delete_markers_first(store, names - {f"{step}/{MANIFEST_NAME}"})
-    owner = read_owner(store, iteration)
-    if owner is None:  # whoever published in the meantime took it for its own
+    owner = None
+    for _ in range(_TRIES):
         store.put(writing, [_encode_owner(save_id)])
+        standing = _manifest_save_id(store, iteration)
+        if standing not in (None, claim.predecessor):
+            if read_owner(store, iteration) == save_id:
+                store.delete([writing])
+            raise superseded(store, iteration, save_id, standing, verb="start the save")
+        names = _look(store, iteration)
         owner = read_owner(store, iteration)
+        if owner == save_id:  # so no later save can have written any of these names yet
+            store.delete([manifest])
+            _delete_markers_first(store, names - {manifest, writing})
+            owner = read_owner(store, iteration)
+        if owner is not None:
+            break
+        # Whoever committed here in the meantime took the file for its own.
     if owner != save_id:
         raise superseded(store, iteration, save_id, owner, verb="start the save")
 
@@ -257,26 +283,30 @@ def move_latest(store: Store, iteration: int, claim: Claim | None = None) -> Non
         raise
 
 
-def abandon_step(store: Store, claim: Claim, files: Iterable[str]) -> None:
-    """Delete what a failed save has written. Coordinator, when no rank writes any more. Never raises.
+def abandon_step(
+    store: Store, claim: Claim, files: Iterable[str], *, stragglers: Stragglers = Stragglers.POSSIBLE
+) -> None:
+    """Delete what a failed save has written. Coordinator. Never raises.
 
     Args:
         store: Opened at ``save_dir``.
         claim: Of the save.
         files: Names, relative to the step, of files that its ranks have written, as far as known.
+        stragglers: Whether a rank may still be writing. ``.writing`` then stays, so that the next save of the step does
+            not take it for an empty one and give its files the names that the straggler writes to.
     """
     if claim.state is ClaimState.SKIPPED:
         return
     step = step_name(claim.iteration)
     try:
-        _abandon(store, claim, {f"{step}/{name}" for name in files})
+        _abandon(store, claim, {f"{step}/{name}" for name in files}, stragglers)
     except Exception as error:  # noqa: BLE001 - the failure of the save is what counts and is raised
         _logger.warning(
             "files of the failed save of %s are left, and are no step: %s", store.location.join(step).redacted, error
         )
 
 
-def _abandon(store: Store, claim: Claim, names: set[str]) -> None:
+def _abandon(store: Store, claim: Claim, names: set[str], stragglers: Stragglers) -> None:
     step = step_name(claim.iteration)
     own_data = {name for name in names if _is_own_data(name, claim)}
     if read_owner(store, claim.iteration) != claim.save_id:
@@ -290,7 +320,8 @@ def _abandon(store: Store, claim: Claim, names: set[str]) -> None:
         seen = _look(store, claim.iteration)
         names = names & seen | {name for name in seen if _is_own_data(name, claim) or not _is_data(name)}
     _delete_markers_first(store, names - {f"{step}/{WRITING_NAME}", f"{step}/{MANIFEST_NAME}"})
-    store.delete([f"{step}/{WRITING_NAME}"])
+    if stragglers is Stragglers.NONE:
+        store.delete([f"{step}/{WRITING_NAME}"])
 
 
 # --- what stands there
@@ -380,14 +411,12 @@ def _put_manifest(store: Store, claim: Claim, encoded: bytes) -> None:
 
 
 def _delete_markers_first(store: Store, names: Iterable[str]) -> None:
-    """Delete files of a step so that, wherever it breaks off, no key is left with its ``.metadata`` alone."""
-    by_kind = sorted(names)
-    for batch in (
-        [each for each in by_kind if _is_key_marker(each)],
-        [each for each in by_kind if not _is_key_marker(each)],
-    ):
-        if batch:
-            store.delete(batch)
+    """Delete files of a step: those whose names all saves use as early as can be, and ``.metadata`` before data."""
+    batches: list[list[str]] = [[], [], []]
+    for name in sorted(names):
+        batches[0 if _is_key_marker(name) else 2 if _is_data(name) else 1].append(name)
+    for batch in filter(None, batches):
+        store.delete(batch)
 
 
 # --- whose a name is

@@ -25,7 +25,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from dcpfs.checkpointer.layout import WRITING_NAME, step_name
+from dcpfs.checkpointer.layout import MANIFEST_NAME, WRITING_NAME, step_name
 from dcpfs.errors import ObjectExistsError, ObjectNotFoundError, SupersededError
 from dcpfs.storage.store import Buffer, ObjectInfo, Store
 
@@ -98,4 +98,6 @@ def put_owned(store: Store, path: str, buffers: Sequence[Buffer], *, iteration: 
         return store.put(path, buffers, if_absent=True)
     except ObjectExistsError:
         require_owner(store, iteration, save_id, verb=f"write {path.rpartition('/')[2]}")
+    # A save that lost the step may have put its manifest after this one took over: it must not vouch for what comes.
+    store.delete([f"{step_name(iteration)}/{MANIFEST_NAME}"])
     return store.put(path, buffers)
