@@ -17,6 +17,7 @@ from dcpfs.checkpointer.plan_codec import digest_keys
 from dcpfs.dcp.flatten import flatten
 from dcpfs.dcp.save_planner import PlannerData, SavePlanner
 from dcpfs.dcp.writer import FsspecStorageWriter
+from dcpfs.format.checksum import crc32
 from dcpfs.torch_private import EntryInfo
 
 
@@ -124,9 +125,8 @@ def results_of(plan: SavePlan, rank: int) -> list[WriteResult]:
     results, stop = [], 128
     for number, item in enumerate(plan.items):
         length = 300 + 7 * (number % 3)
-        info = EntryInfo(
-            f"__{rank}_0.distcp", stop, length, None, 128 if item.tensor_data else 0, hash(item.index.fqn) & 0xFFFFFFFF
-        )
+        checksum = crc32(item.index.fqn.encode())
+        info = EntryInfo(f"__{rank}_0.distcp", stop, length, None, 128 if item.tensor_data else 0, checksum)
         stop += length
         results.append(WriteResult(item.index, length, info))
     return results
