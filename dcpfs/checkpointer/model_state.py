@@ -131,7 +131,7 @@ class ModelWrapper:
             if torch_private.is_on_meta(tensor)
         ]
         if bare:
-            _logger.warning("still on the meta device, and in no checkpoint: %s: give it values", list_names(bare))
+            _logger.warning("still on the meta device: %s: it was not loaded, so give it values", list_names(bare))
 
     def _collect(self) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
         """The merged state, and the live parameters and buffers, by name."""

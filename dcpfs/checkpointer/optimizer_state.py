@@ -99,6 +99,7 @@ class OptimizersWrapper:
         self._parts = model_parts_of(model)
         self._optimizers, self._containers = sort_optimizers(optimizers)
         self._unfit: set[str] = set()
+        self._asked: frozenset[str] = frozenset()
 
     def state_dict(self) -> dict[str, object]:
         """Flat key to tensor or value. The tensors are the optimizers' own, not copies.
@@ -133,6 +134,7 @@ class OptimizersWrapper:
         views, sorted_keys = self._sorted(stored)
         shaped = self._names_shaped_like_parameters(views, sorted_keys, stored)
         self._unfit = set()
+        self._asked = frozenset(sorted_keys)
         for view in views:
             for group in view.groups:
                 fields = dict(flatten_values(cast("Mapping[object, object]", group.fields)))
@@ -177,7 +179,8 @@ class OptimizersWrapper:
     def load_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Take over a filled template, or the state of other optimizers of the same parameters.
 
-        All of an optimizer's state is replaced: parameters that nothing is given for start afresh, with a warning.
+        All of an optimizer's state is replaced: parameters that the checkpoint has nothing for start afresh, with a
+        warning. Those that a load was asked to skip keep what they have.
 
         Raises:
             ConfigError: An optimizer holds a parameter that the model lacks.
@@ -187,7 +190,7 @@ class OptimizersWrapper:
         views, sorted_keys = self._sorted(leaves)
         ready = [(view.optimizer, self._packed(view, sorted_keys, leaves)) for view in views]
         self._warn_of_afresh(views, sorted_keys)
-        self._unfit = set()
+        self._unfit, self._asked = set(), frozenset()
         for optimizer, packed in ready:
             _load_exactly(optimizer, packed)
         if len(self._containers) == 1 and not self._optimizers:
@@ -278,6 +281,8 @@ class OptimizersWrapper:
                 if keys.state and name not in self._unfit:
                     values = {value_name: leaves[key] for value_name, key in keys.state.items()}
                     state[index] = nest_leaves(values, view.state.get(index, {}))
+                elif name in self._asked and name not in sorted_keys and index in view.state:
+                    state[index] = view.state[index]
                 for field_name, key in keys.group.items():
                     if field_name == PARAM_NAMES or field_name.startswith(f"{PARAM_NAMES}."):
                         continue
@@ -304,7 +309,7 @@ class OptimizersWrapper:
             has_state = any(name in sorted_keys and sorted_keys[name].state for name in members)
             for name in members:
                 if name not in sorted_keys:
-                    unknown.append(name)
+                    unknown += [name] if name not in self._asked else []
                 elif has_state and not sorted_keys[name].state:
                     stateless.append(name)
         if unknown:
