@@ -15,11 +15,18 @@ Flow: ``CheckpointConfig(...)``, `from_file`, `from_text`, `from_env` or `from_c
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 
 from dcpfs.checkpointer.choices import (
     AsyncMode,
@@ -35,6 +42,7 @@ from dcpfs.checkpointer.config_sources import TextForm, decode_environment, deco
 from dcpfs.checkpointer.credentials import locate
 from dcpfs.checkpointer.layout import KEYS, check_iteration, check_key
 from dcpfs.checkpointer.mappings import MASK, FrozenMapping, StorageOptions
+from dcpfs.checkpointer.renaming import Renaming
 from dcpfs.config import FrozenConfig, RetryConfig, TransferConfig, Trust
 from dcpfs.errors import ConfigError
 from dcpfs.storage.location import Location, redact_text
@@ -83,16 +91,7 @@ def _check_rename(value: object) -> object:
         return value
     if not isinstance(value, Mapping) or not all(isinstance(each, str) for pair in value.items() for each in pair):
         raise ConfigError(f"a {type(value).__name__} was given: give patterns with replacements, or a function")
-    for pattern in value:
-        _check_pattern(pattern)
     return FrozenMapping(value)
-
-
-def _check_pattern(pattern: str) -> None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"{pattern!r} is no regular expression: {error}") from error
 
 
 def _check_strict(value: object) -> object:
@@ -114,6 +113,10 @@ def _check_dtype(value: object) -> object:
     return name
 
 
+def _dump_options(value: object) -> dict[str, object] | None:
+    return value.redacted() if isinstance(value, StorageOptions) else None
+
+
 def _dump_rename(value: object) -> object:
     return dict(value) if isinstance(value, Mapping) else value if value is None else repr(value)
 
@@ -125,12 +128,12 @@ _OptionalUrl = Annotated[
     PlainSerializer(lambda url: None if url is None else redact_text(url), return_type=str | None),
 ]
 _Options = Annotated[
-    StorageOptions | None,
+    Mapping[str, object] | None,
     PlainValidator(_check_options),
-    PlainSerializer(lambda options: None if options is None else options.redacted(), return_type=dict | None),
+    PlainSerializer(_dump_options, return_type=dict | None),
     WithJsonSchema({"type": "object", "description": "What the filesystem of the URL takes."}),
 ]
-_Keys = Annotated[tuple[str, ...], BeforeValidator(_check_keys)]
+_Keys = Annotated[Sequence[str], BeforeValidator(_check_keys), AfterValidator(tuple)]
 _File = Annotated[str | None, BeforeValidator(_check_file)]
 _Count = Annotated[int, Field(ge=1)]
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -168,9 +171,10 @@ class CheckpointConfig(FrozenConfig):
     keys_not_to_resume: _Keys = ()
     """Keys to leave as they are, in a resume and a start from `load_path` alike."""
     keys_to_skip_loading: _Keys = ()
-    """Patterns of names within `model` and `optim` that a start from `load_path` leaves as they are."""
+    """Regular expressions that are searched for in parameters' names: a start from `load_path` leaves what they match
+    as it is, with its optimizer state. A plain text matches itself anywhere."""
     rename: Annotated[
-        FrozenMapping[str] | Callable[[str], str] | None,
+        Mapping[str, str] | Callable[[str], str] | None,
         PlainValidator(_check_rename),
         PlainSerializer(_dump_rename),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
@@ -180,7 +184,7 @@ class CheckpointConfig(FrozenConfig):
     extra_keys: _Keys = ()
     """Keys beyond model, optim, scheduler, trainer and dataloader that a resume asks for."""
     strict_resume: Annotated[
-        bool | FrozenMapping[bool],
+        bool | Mapping[str, bool],
         PlainValidator(_check_strict),
         PlainSerializer(lambda value: dict(value) if isinstance(value, Mapping) else value),
         WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "object"}]}),
@@ -243,13 +247,14 @@ class CheckpointConfig(FrozenConfig):
             if check_key(key) in KEYS:
                 raise ConfigError(f"extra_keys names {key!r}, which is saved and resumed anyway: leave it out")
         known = (*KEYS, *self.extra_keys)
-        asked = {"keys_not_to_resume": self.keys_not_to_resume}
+        asked = {"keys_not_to_resume": tuple(self.keys_not_to_resume)}
         if isinstance(self.strict_resume, Mapping):
             asked["strict_resume"] = tuple(self.strict_resume)
         for field, keys in asked.items():
             unknown = [key for key in keys if key not in known]
             if unknown:
                 raise ConfigError(f"{field} names {', '.join(map(repr, unknown))}: give keys among {', '.join(known)}")
+        self.renaming()
         if self.load_step is not None:
             check_iteration(self.load_step)
         if self.export_dtype is not None and not self.last_save_model_only:
@@ -349,6 +354,10 @@ class CheckpointConfig(FrozenConfig):
         ):
             options, credentials = self.storage_options, self.credentials
         return locate(self.load_path, options, credentials)
+
+    def renaming(self) -> Renaming:
+        """The rules of `rename` and `keys_to_skip_loading`, which apply to a start from `load_path`."""
+        return Renaming(self.rename, self.keys_to_skip_loading)
 
     def is_strict(self, key: str) -> bool:
         """Whether a load of the key must match in everything."""

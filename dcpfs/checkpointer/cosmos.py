@@ -86,8 +86,9 @@ def translate(checkpoint: object, job: object) -> dict[str, object]:
         settings["async_mode"] = "async_with_pinned_mem"
     if _get(checkpoint, "load_ema_to_reg"):
         raise ConfigError(
-            "can't translate load_ema_to_reg: make a config with rename={'^net_ema[.]': 'net.'} and "
-            "keys_to_skip_loading=['^net[.]']"
+            "can't translate load_ema_to_reg: for a model without net_ema make a config with "
+            "rename={'^net[.]': 'raw.', '^net_ema[.]': 'net.'} and keys_to_skip_loading=['^raw[.]']; for one with it, "
+            "load and then copy net_ema to net"
         )
     _warn_of_the_rest(checkpoint)
     return settings
