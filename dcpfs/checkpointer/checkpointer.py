@@ -1,0 +1,603 @@
+"""The checkpointer: what a training loop calls.
+
+Problem: between the loop and the storage stand a dozen decisions (what to resume from, who saves when, what to do when
+a save fails), and each trainer writes them anew, with the same faults.
+
+Way taken: this module decides nothing itself. It holds the settings, the two process groups (one for the calling
+thread, one for whoever saves) and the life cycle, and hands values from one part to the next::
+
+    load   parts → ResumeSearch → load_with_fallback → iteration
+    save   make room → states → plan_step → Saver → save_step (there: claim, write, commit, pointer, retention)
+    wait   Saver.settle → outcomes → raise, or warn
+
+What became of a save is told at a collective call, on all ranks alike: at once when it ran in the caller, else at the
+next ``save``, ``wait`` or ``close``.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dcpfs.checkpointer.callbacks import CheckpointCallbacks
+from dcpfs.checkpointer.choices import Access, AsyncMode, WorldSizePolicy
+from dcpfs.checkpointer.config import CheckpointConfig
+from dcpfs.checkpointer.groups import close_group, global_rank, make_group
+from dcpfs.checkpointer.layout import DATALOADER, KEYS, MODEL, TRAINER, check_iteration, check_key, rank_file_name
+from dcpfs.checkpointer.load_step import StepLoadReport, Strictness, choose_strictness
+from dcpfs.checkpointer.parts import Parts, find_topology, state_of
+from dcpfs.checkpointer.phases import Phases
+from dcpfs.checkpointer.preemption import SaveFlag, SignalHandlers, install_signal_handler
+from dcpfs.checkpointer.rank_file_loading import ReshardHook
+from dcpfs.checkpointer.rank_state import encode_rank_state
+from dcpfs.checkpointer.renaming import Renaming
+from dcpfs.checkpointer.resume import Origin, ResumeRules, ResumeSearch, load_with_fallback
+from dcpfs.checkpointer.retention import Retention, RetentionPolicy
+from dcpfs.checkpointer.save_directory import SaveDirectory
+from dcpfs.checkpointer.save_step import SaveContext
+from dcpfs.checkpointer.saver import InlineSaver, SaveOutcome, Saver, SaveRequest, ThreadSaver
+from dcpfs.checkpointer.step_plan import LocalStep, plan_step
+from dcpfs.checkpointer.verdicts import Verdicts, agree_on
+from dcpfs.dcp.reader import FsspecStorageReader
+from dcpfs.dcp.writer import FsspecStorageWriter
+from dcpfs.errors import CheckpointError, ConfigError, DcpfsError
+from dcpfs.ranks import Ranks
+from dcpfs.storage.location import Location
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+    from typing_extensions import Self
+
+__all__ = ["DistributedCheckpointer"]
+
+_logger = logging.getLogger(__name__)
+
+
+class _Life(enum.Enum):
+    OPEN = "open"
+    CLOSED = "closed"
+
+
+class DistributedCheckpointer:
+    """Saves and loads a whole training state, one commit over all keys.
+
+    Collective, to be called by all ranks in the same order: the constructor, `keys_to_resume_during_load`, `load`,
+    `load_state`, `save`, `save_state`, `wait`, `close` (`finalize`), `should_save`. Local: `steps`, `latest`,
+    `has_resumable_checkpoint`, `protect`, `unprotect`, `probe`, `health`, `maybe_wait_for_staging`, `request_save`,
+    `install_signal_handler`. All from one thread, but for `request_save`. Several checkpointers in one process don't
+    disturb each other.
+
+    Args:
+        config: The settings; the same on all ranks.
+        callbacks: Objects with any of the methods of `CheckpointCallback`.
+        process_group: The ranks that save and load together; None: all, or this process alone where there is no group.
+            The checkpointer makes gloo groups of its own from it.
+        access: `Access.READ_ONLY`: only loads; nothing is written, nothing started.
+        data_rank: Which part of the data this rank trains on, where several ranks (tensor or pipeline parallel) share
+            one: the lowest rank of each part saves the dataloader, the others load that file. None: every rank its own.
+        reshard_dataloader: Makes a rank's dataloader state of those of all ranks, when another number of ranks saved
+            it; called with the states by saving rank, and a `RankResize`. None: `config.on_world_size_change` decides.
+
+    Raises:
+        ConfigError: A callback or argument can't be used.
+        DcpfsError: Another rank failed.
+    """
+
+    KEYS_TO_SAVE = KEYS
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        callbacks: object = (),
+        *,
+        process_group: ProcessGroup | None = None,
+        access: Access | str = Access.READ_WRITE,
+        data_rank: int | None = None,
+        reshard_dataloader: ReshardHook | None = None,
+    ) -> None:
+        if not isinstance(config, CheckpointConfig):
+            raise ConfigError(f"can't make a checkpointer of a {type(config).__name__}: give a CheckpointConfig")
+        self._config = config
+        self._callbacks = CheckpointCallbacks(callbacks)
+        self._directory = SaveDirectory(config)
+        self._access = Access(access)
+        self._reshard: WorldSizePolicy | ReshardHook = reshard_dataloader or config.on_world_size_change
+        self._caller = make_group(process_group, timeout_seconds=config.timeout_seconds)
+        self._global_rank = global_rank(self._caller)
+        self._file_rank = self._share_data_ranks(data_rank)
+        self._saving = Ranks()
+        self._saver: Saver | None = None
+        self._preemption = SaveFlag()
+        self._verdicts = Verdicts(self._callbacks, self._caller, config.on_save_error, config.max_consecutive_failures)
+        self._life = _Life.OPEN
+        if self._access is Access.READ_WRITE:
+            self._saving = make_group(process_group, timeout_seconds=config.timeout_seconds)
+            self._saver = self._make_saver()
+
+    @property
+    def config(self) -> CheckpointConfig:
+        """The settings."""
+        return self._config
+
+    # --- loading
+
+    def keys_to_resume_during_load(self) -> tuple[tuple[str, ...], str | None]:
+        """What `load` would load: the keys, and the redacted URL of the step, or None from scratch. Collective.
+
+        Raises:
+            CheckpointNotFoundError: ``load_path`` or ``load_step`` is not there.
+            IncompleteCheckpointError: Steps were committed, and none is usable.
+            StorageError: The store could not be asked.
+        """
+        self._require_open("look for a checkpoint")
+        with self._search() as search:
+            plan = search.find()
+        return plan.keys, plan.url
+
+    def load(
+        self,
+        model_parts: nn.Module | Sequence[nn.Module] | None = None,
+        optimizer: object = None,
+        scheduler: object = None,
+        grad_scaler: object = None,
+        *,
+        dataloader: object = None,
+        trainer: object = None,
+    ) -> int:
+        """Load the newest usable step, or what the settings say to start from. Collective.
+
+        Tensors are filled in place. A part that is not passed is left alone. When a step turns out damaged, the next
+        best is loaded, covering everything that was changed by then.
+
+        Args:
+            model_parts: A module, or a list of them (pipeline stages on this rank).
+            optimizer: One, several, or any object with ``state_dict`` and ``load_state_dict``.
+            scheduler: Likewise.
+            grad_scaler: A ``torch.amp.GradScaler``.
+            dataloader: An object with ``state_dict`` and ``load_state_dict``, or a mapping; this rank's own.
+            trainer: The user's own state, likewise; the same on all ranks.
+
+        Returns:
+            The iteration to go on from; 0 from scratch, and for a start from weights alone.
+
+        Raises:
+            KeyMismatchError: Something asked for is not in the step, or does not fit; nothing was changed.
+            CorruptCheckpointError: No step could be read whole; ``written_keys`` says what was changed.
+            IncompleteCheckpointError: Steps were committed, and none is usable.
+            CheckpointNotFoundError: ``load_path`` or ``load_step`` is not there.
+            StorageError: The store failed.
+        """
+
+        def gather() -> Parts:
+            parts = Parts.of_training(model_parts, optimizer, scheduler, dataloader)
+            parts.add_trainer(
+                iteration=0, rank=self._global_rank, rng=self._config.rng, grad_scaler=grad_scaler, user=trainer
+            )
+            return parts
+
+        return self._load(gather)
+
+    def load_state(self, states: Mapping[str, object]) -> int:
+        """`load` for any keys: key to an object with ``state_dict`` and ``load_state_dict``, or to a mapping.
+
+        Mappings are updated in place. Collective. Returns and raises as `load`.
+        """
+
+        def gather() -> Parts:
+            parts = Parts.of_states(states)
+            user = parts.holders.pop(TRAINER, None)
+            parts.add_trainer(iteration=0, rank=self._global_rank, rng=self._config.rng, user=user)
+            return parts
+
+        return self._load(gather)
+
+    def _load(self, gather: Callable[[], Parts]) -> int:
+        self._require_open("load")
+        parts = Parts()
+
+        def begin() -> None:
+            nonlocal parts
+            parts = gather()
+            self._callbacks.on_load_checkpoint_start(parts.model_parts)
+
+        agree_on(self._caller, begin)
+        self._verdicts.handle(self._saver.settle() if self._saver is not None else [])
+        config = self._config
+        report = StepLoadReport()
+        with self._search() as search:
+            plan = search.find()
+            if plan.origin is not Origin.SCRATCH:
+                plan, report = load_with_fallback(
+                    parts.holders,
+                    search,
+                    plan,
+                    strict=self._strictness(plan.keys),
+                    renaming=Renaming(config.rename, config.keys_to_skip_loading),
+                    on_world_size_change=self._reshard,
+                    trust=config.trust,
+                    transfer=config.transfer,
+                    retry=config.retry,
+                    new_phases=lambda: self._phases("load"),
+                )
+
+        def end() -> None:
+            if plan.origin is not Origin.SCRATCH:
+                self._callbacks.on_load_checkpoint(parts.model_parts, dict(report.states))
+            self._callbacks.on_load_checkpoint_end(parts.model_parts, plan.iteration, plan.url)
+
+        agree_on(self._caller, end)
+        if plan.origin is not Origin.SCRATCH:
+            _logger.info("rank %d loaded %s: iteration %d", self._caller.rank, plan.url, plan.iteration)
+        return plan.iteration
+
+    def _search(self) -> ResumeSearch:
+        config = self._config
+        rules = ResumeRules(
+            load_training_state=config.load_training_state,
+            only_load_scheduler_state=config.only_load_scheduler_state,
+            keys_not_to_resume=tuple(config.keys_not_to_resume),
+            extra_keys=tuple(config.extra_keys),
+            load_step=config.load_step,
+            verify=config.verify_on_resume,
+        )
+        return ResumeSearch(
+            config.save_location(),
+            config.load_location(),
+            rules,
+            ranks=self._caller,
+            trust=config.trust,
+            transfer=config.transfer,
+            retry=config.retry,
+        )
+
+    def _strictness(self, keys: Sequence[str]) -> dict[str, Strictness]:
+        return {key: choose_strictness([key], strict=self._config.is_strict(key))[key] for key in dict.fromkeys(keys)}
+
+    # --- saving
+
+    def save(
+        self,
+        model_parts: nn.Module | Sequence[nn.Module] | None,
+        optimizer: object = None,
+        scheduler: object = None,
+        grad_scaler: object = None,
+        iteration: int = 0,
+        *,
+        dataloader: object = None,
+        trainer: object = None,
+        metric: float | None = None,
+        last: bool = False,
+    ) -> None:
+        """Save a step. Collective.
+
+        With ``async_mode`` the call returns when the values are copied; a save that failed is raised by the next
+        collective call, and nothing is then begun.
+
+        Args:
+            model_parts: As for `load`; likewise for the next five.
+            optimizer: As for `load`.
+            scheduler: As for `load`.
+            grad_scaler: As for `load`.
+            iteration: Of the step; the same on all ranks.
+            dataloader: As for `load`.
+            trainer: As for `load`; plain values must be equal on all ranks.
+            metric: What ``keep_best`` compares, e.g. a validation loss.
+            last: This is the closing save: with ``last_save_model_only`` the model alone, in ``export_dtype``. Such a
+                step can't be resumed from, so ``latest_checkpoint.txt`` goes on naming the one before.
+
+        Raises:
+            CheckpointExistsError: The step stands, and may not be overwritten.
+            UnsupportedValueError: A value can't be stored exactly; nothing was touched.
+            ReplicaMismatchError: Ranks disagree about a value that they share; nothing was touched.
+            StorageError: The store failed; nothing was published.
+            CheckpointError: Too many saves are in flight, and ``when_busy`` is ``error``.
+        """
+        only_model = last and self._config.last_save_model_only
+
+        def gather() -> Parts:
+            parts = Parts.of_training(
+                model_parts,
+                None if only_model else optimizer,
+                None if only_model else scheduler,
+                None if only_model else dataloader,
+            )
+            if not only_model:
+                parts.add_trainer(
+                    iteration=iteration,
+                    rank=self._global_rank,
+                    rng=self._config.rng,
+                    grad_scaler=grad_scaler,
+                    user=trainer,
+                )
+            return parts
+
+        self._save(gather, iteration, metric, exports=only_model)
+
+    def save_state(self, iteration: int, states: Mapping[str, object], *, metric: float | None = None) -> None:
+        """`save` for any keys: key to an object with ``state_dict`` and ``load_state_dict``, or to a mapping.
+
+        What is passed under ``dataloader`` is this rank's own. Where no ``trainer`` is passed, the iteration and the
+        random number generators are saved under it. Collective; raises as `save`.
+        """
+
+        def gather() -> Parts:
+            parts = Parts.of_states(states)
+            user = parts.holders.pop(TRAINER, None)
+            parts.add_trainer(iteration=iteration, rank=self._global_rank, rng=self._config.rng, user=user)
+            return parts
+
+        self._save(gather, iteration, metric, exports=False)
+
+    def _save(self, gather: Callable[[], Parts], iteration: int, metric: float | None, *, exports: bool) -> None:
+        self._require_open("save")
+        saver = self._saver
+        if saver is None:
+            raise ConfigError("can't save: this checkpointer was made with access='read_only'")
+        check_iteration(iteration)
+        outcomes, has_room = saver.make_room(iteration)
+        self._verdicts.handle(outcomes)
+        if not has_room:
+            return
+        step: LocalStep | None = None
+        error: BaseException | None = None
+        parts = Parts()
+        try:
+            self._verdicts.raise_own_late()
+            if not self._directory.probed:
+                self.probe()
+            parts = gather()
+            self._callbacks.on_save_checkpoint_start(parts.model_parts, iteration)
+            step = self._plan(parts, iteration, metric, exports=exports)
+        except BaseException as caught:  # noqa: BLE001 - handed to the save, which raises it on all ranks
+            error = caught
+        try:
+            outcomes = saver.submit(SaveRequest(iteration, step, error, moves_latest=not exports))
+        except Exception as failure:  # noqa: BLE001 - handled as what became of the save
+            outcomes = [SaveOutcome(iteration, None, failure, 0.0)]
+        self._preemption.clear()
+        self._verdicts.handle(outcomes)
+        self._verdicts.tell(lambda: self._callbacks.on_save_checkpoint_end(parts.model_parts, iteration))
+
+    def _plan(self, parts: Parts, iteration: int, metric: float | None, *, exports: bool) -> LocalStep:
+        config = self._config
+        states = parts.states()
+        if exports and config.export_dtype is not None:
+            states[MODEL] = _cast(states[MODEL], getattr(torch, config.export_dtype))
+        self._callbacks.on_save_checkpoint(parts.model_parts, states)
+        rank_files: dict[str, bytes] = {}
+        own = states.pop(DATALOADER, None)
+        if own is not None and self._file_rank in (None, self._global_rank):
+            name = f"{DATALOADER}/{rank_file_name(self._global_rank)}"
+            state = state_of(own) if not isinstance(own, (bytes, str, int, float, list, tuple)) else own
+            rank_files[name] = encode_rank_state(state, key=DATALOADER, rank=self._global_rank, trust=config.trust)
+        nested: dict[str, Mapping[str, object]] = {}
+        for key, state in states.items():
+            if state is None:
+                continue
+            value = state_of(state) if not isinstance(state, Mapping) else state
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"can't save {key!r}: its state is a {type(value).__name__} and no mapping")
+            nested[check_key(key)] = value
+        return plan_step(
+            iteration,
+            nested,
+            rank_files=rank_files,
+            world_size=self._caller.world_size,
+            trust=config.trust,
+            dedup=config.dedup,
+            metric=metric,
+            topology=find_topology(nested),
+        )
+
+    def maybe_wait_for_staging(self) -> None:
+        """Return when training may write its parameters again: the values of the last `save` are copied. Local.
+
+        Never raises for a save that failed: that is for the next collective call, since one rank that left alone would
+        hang the others.
+        """
+        if self._saver is not None:
+            self._saver.wait_for_staging()
+
+    def wait(self) -> None:
+        """Wait for what is in flight, and raise what failed. Collective."""
+        self._require_open("wait")
+        if self._saver is not None:
+            self._verdicts.handle(self._saver.settle())
+        self._verdicts.raise_late()
+
+    def health(self) -> DcpfsError | None:
+        """Why a save in the background has failed, as far as this rank knows; None while all is well. Local, instant.
+
+        The next collective call raises it, on all ranks; this one never does.
+        """
+        failure = None if self._saver is None else self._saver.failure()
+        if failure is None or isinstance(failure, DcpfsError):
+            return failure
+        return CheckpointError(f"a save in the background failed: {type(failure).__name__}: {failure}")
+
+    def close(self) -> None:
+        """Wait for what is in flight, release everything, and raise what failed. Collective; idempotent."""
+        if self._life is _Life.CLOSED:
+            return
+        self._life = _Life.CLOSED
+        saver = self._saver
+        try:
+            if saver is not None:
+                self._verdicts.handle(saver.settle())
+            self._verdicts.raise_late()
+        finally:
+            if saver is not None:
+                saver.close()
+            close_group(self._saving)
+            close_group(self._caller)
+
+    finalize = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            # The other ranks may never come to a collective call: what this rank has in flight ends by itself.
+            self._abandon()
+        except Exception:
+            _logger.exception("closing the checkpointer failed as well")
+
+    def _abandon(self) -> None:
+        if self._life is _Life.OPEN:
+            self._life = _Life.CLOSED
+            if self._saver is not None:
+                self._saver.close()
+                failure = self._saver.failure()
+                if failure is not None:
+                    _logger.error("a save in the background had failed: %s", failure)
+
+    # --- around it
+
+    def get_storage_writer(self, url: str) -> StorageWriter:
+        """A storage writer for the directory of a key. Local. A subclass may return another."""
+        config = self._config
+        return FsspecStorageWriter(
+            url,
+            storage_options=config.save_location().storage_options,
+            transfer=config.transfer,
+            retry=config.retry,
+            trust=config.trust,
+        )
+
+    def get_storage_reader(self, url: str) -> StorageReader:
+        """A storage reader for the directory of a key, e.g. for ``dcp.load``. Local."""
+        config = self._config
+        return FsspecStorageReader(
+            url,
+            storage_options=config.save_location().storage_options,
+            trust=config.trust,
+            transfer=config.transfer,
+            retry=config.retry,
+        )
+
+    def steps(self) -> list[int]:
+        """Iterations of the complete steps in ``save_dir``, ascending. Local; asks the store."""
+        return self._directory.steps()
+
+    def latest(self) -> int | None:
+        """The iteration that a resume would start from, or None. Local; asks the store.
+
+        Raises:
+            IncompleteCheckpointError: Steps were committed, and none is usable.
+        """
+        return self._directory.latest()
+
+    def has_resumable_checkpoint(self) -> bool:
+        """Whether ``save_dir`` has a step to resume from. Local; asks the store. Raises as `latest`."""
+        return self._directory.latest() is not None
+
+    def protect(self, step: int) -> None:
+        """Keep retention away from a step, until `unprotect`. Local; any one rank."""
+        self._directory.protect(step)
+
+    def unprotect(self, step: int) -> None:
+        """Let retention have a step again. Local; any one rank."""
+        self._directory.unprotect(step)
+
+    def probe(self) -> None:
+        """Write and delete a small object below ``save_dir``, to learn now whether a save could. Local.
+
+        The first `save` does so by itself.
+
+        Raises:
+            StorageError: With the store's own reason.
+        """
+        self._directory.probe()
+
+    def request_save(self) -> None:
+        """Ask for a save at the next `should_save`. Local; from any thread, and from signal handlers."""
+        self._preemption.request()
+
+    def install_signal_handler(self, *signals: int) -> SignalHandlers:
+        """Let signals ask for a save, by default SIGTERM and SIGUSR1. Local; main thread. See `preemption`."""
+        return (
+            install_signal_handler(self._preemption, signals) if signals else install_signal_handler(self._preemption)
+        )
+
+    def should_save(self, iteration: int) -> bool:
+        """Whether any rank was asked for a save. Collective: one word.
+
+        Args:
+            iteration: The current one, for the log.
+        """
+        self._require_open("ask for a save")
+        (wanted,) = self._caller.largest([self._preemption.requested])
+        if wanted:
+            _logger.warning("a save was asked for at iteration %d", iteration)
+        return bool(wanted)
+
+    # --- within
+
+    def _require_open(self, verb: str) -> None:
+        if self._life is _Life.CLOSED:
+            raise CheckpointError(f"can't {verb}: the checkpointer is closed; make a new one")
+
+    def _share_data_ranks(self, data_rank: int | None) -> int | None:
+        """Global rank whose dataloader file is this rank's; None: its own. Collective."""
+        told = self._caller.all_gather((data_rank, self._global_rank))
+        if data_rank is None:
+            return None
+        return min(rank for part, rank in told if part == data_rank)
+
+    def _make_saver(self) -> Saver:
+        config = self._config
+        overridden = type(self).get_storage_writer is not DistributedCheckpointer.get_storage_writer
+        context = SaveContext(
+            config.save_location(),
+            self._saving,
+            on_existing=config.on_existing,
+            dedup=config.dedup,
+            make_writer=self._make_writer if overridden else None,
+            transfer=config.transfer,
+            retry=config.retry,
+            trust=config.trust,
+            sweep=Retention(RetentionPolicy(config.keep_last, config.keep_every, config.keep_best, config.best_mode)),
+            global_rank=self._global_rank,
+            file_rank=self._file_rank,
+        )
+        if config.async_mode is AsyncMode.DISABLED:
+            return InlineSaver(context, self._save_phases)
+        return ThreadSaver(
+            context,
+            self._save_phases,
+            self._caller,
+            max_in_flight=config.max_in_flight,
+            when_busy=config.when_busy,
+        )
+
+    def _make_writer(self, location: Location) -> StorageWriter:
+        return self.get_storage_writer(location.url)
+
+    def _save_phases(self, iteration: int) -> Phases:
+        return self._phases(f"save of iteration {iteration}")
+
+    def _phases(self, label: str) -> Phases:
+        return Phases(rank=self._caller.rank, deadline_seconds=self._config.phase_timeout_seconds, label=label)
+
+
+def _cast(state: object, dtype: torch.dtype) -> dict[str, object]:
+    """A model's state with floating tensors in another dtype, for others to use."""
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"can't export a {type(state).__name__}: the model's state must be a mapping")
+    return {
+        key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for key, value in state.items()
+    }
