@@ -111,6 +111,7 @@ class Claim:
         predecessor: Save id of the commit that stands there, ``""`` for a step of another tool, None without a commit.
         latest: Content of ``latest_checkpoint.txt`` at the time, or None: `move_latest` leaves alone what someone else
             has changed since.
+        on_existing: What the save was told to do about a complete step.
     """
 
     iteration: int
@@ -119,6 +120,7 @@ class Claim:
     first_file_number: int = 0
     predecessor: str | None = None
     latest: str | None = None
+    on_existing: OnExisting = OnExisting.OVERWRITE
 
 
 def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisting = OnExisting.OVERWRITE) -> Claim:
@@ -176,7 +178,7 @@ def _claim_occupied(store: Store, iteration: int, save_id: str, on_existing: OnE
             step,
             sum(map(_is_ours, status.files)),
         )
-    return Claim(iteration, save_id, ClaimState.EXISTS, first_file_number(save_id), predecessor, latest)
+    return Claim(iteration, save_id, ClaimState.EXISTS, first_file_number(save_id), predecessor, latest, on_existing)
 
 
 def withdraw_step(store: Store, claim: Claim) -> None:
@@ -186,19 +188,19 @@ def withdraw_step(store: Store, claim: Claim) -> None:
 
     Raises:
         CheckpointExistsError: It is the only complete step; nothing was touched.
-        SupersededError: Another save has committed the step since the claim, or claimed it at the same time.
+        SupersededError: Another save claimed the step at the same time; or has committed it since the claim, and
+            ``on_existing`` is not `OnExisting.OVERWRITE`.
         StorageError: The store failed. The step may be withdrawn already.
     """
     iteration, save_id = claim.iteration, claim.save_id
     step = step_name(iteration)
     manifest, writing = f"{step}/{MANIFEST_NAME}", f"{step}/{WRITING_NAME}"
-    if claim.predecessor is not None and check_step(store, iteration, named=True).is_complete:
-        _require_another(store, iteration)
     owner = None
     for _ in range(_TRIES):
+        _require_permission(store, claim)
         store.put(writing, [_encode_owner(save_id)])
         standing = _manifest_save_id(store, iteration)
-        if standing not in (None, claim.predecessor):
+        if standing not in (None, claim.predecessor) and claim.on_existing is not OnExisting.OVERWRITE:
             if read_owner(store, iteration) == save_id:
                 store.delete([writing])
             raise superseded(store, iteration, save_id, standing, verb="start the save")
@@ -349,6 +351,18 @@ def _is_committed(store: Store, claim: Claim) -> bool:
     return status.is_complete and status.manifest is not None and status.manifest.save_id == claim.save_id
 
 
+def _require_permission(store: Store, claim: Claim) -> None:
+    """Look once more at what is to be withdrawn; nothing was touched yet."""
+    status = check_step(store, claim.iteration, named=True)
+    standing = None if status.manifest is None else status.manifest.save_id
+    if standing not in (None, claim.predecessor):
+        if claim.on_existing is not OnExisting.OVERWRITE:
+            raise superseded(store, claim.iteration, claim.save_id, standing, verb="start the save")
+        _logger.warning("overwriting %s, which another save has committed in the meantime", status.url)
+    if status.is_complete:
+        _require_another(store, claim.iteration)
+
+
 def _require_another(store: Store, iteration: int) -> None:
     """Return when there is a complete step beside this one.
 
@@ -408,6 +422,18 @@ def _put_manifest(store: Store, claim: Claim, encoded: bytes) -> None:
         # Put by a save that had asked before this one owned the step, and that knows by now that it lost.
         require_owner(store, claim.iteration, claim.save_id, verb="publish the save")
         store.put(path, [encoded])
+    except StorageError as error:
+        if not _stands_after_all(store, claim):
+            raise
+        _logger.warning("the step is committed, although its manifest's put failed: %s", error)
+
+
+def _stands_after_all(store: Store, claim: Claim) -> bool:
+    """Whether a put that failed took effect: its answer alone may have been lost."""
+    try:
+        return _manifest_save_id(store, claim.iteration) == claim.save_id
+    except StorageError:
+        return False
 
 
 def _delete_markers_first(store: Store, names: Iterable[str]) -> None:
