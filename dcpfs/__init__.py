@@ -11,6 +11,27 @@ from typing import TYPE_CHECKING
 from dcpfs._version import __version__
 
 if TYPE_CHECKING:
+    from dcpfs.checkpointer.callbacks import CheckpointCallback
+    from dcpfs.checkpointer.checkpointer import DistributedCheckpointer
+    from dcpfs.checkpointer.choices import (
+        Access,
+        AsyncMode,
+        BestMode,
+        DedupPolicy,
+        OnExisting,
+        OnSaveError,
+        RngPolicy,
+        WhenBusy,
+        WorldSizePolicy,
+    )
+    from dcpfs.checkpointer.config import CheckpointConfig
+    from dcpfs.checkpointer.model_only import load_checkpoint, save_checkpoint
+    from dcpfs.checkpointer.model_state import ModelWrapper
+    from dcpfs.checkpointer.optimizer_state import OptimizersWrapper
+    from dcpfs.checkpointer.preemption import shield_worker
+    from dcpfs.checkpointer.rank_state import RankResize
+    from dcpfs.checkpointer.rename_planner import RenameLoadPlanner
+    from dcpfs.checkpointer.scheduler_state import SchedulersWrapper
     from dcpfs.config import (
         CastPolicy,
         DirectIO,
@@ -47,6 +68,7 @@ if TYPE_CHECKING:
         StorageError,
         StorageFullError,
         StorageTimeoutError,
+        SupersededError,
         TransferSizeError,
         UnsupportedOperationError,
         UnsupportedValueError,
@@ -55,6 +77,30 @@ if TYPE_CHECKING:
     from dcpfs.storage.location import Location
 
 _HOMES = {
+    "dcpfs.checkpointer.callbacks": ("CheckpointCallback",),
+    "dcpfs.checkpointer.checkpointer": ("DistributedCheckpointer",),
+    "dcpfs.checkpointer.choices": (
+        "Access",
+        "AsyncMode",
+        "BestMode",
+        "DedupPolicy",
+        "OnExisting",
+        "OnSaveError",
+        "RngPolicy",
+        "WhenBusy",
+        "WorldSizePolicy",
+    ),
+    "dcpfs.checkpointer.config": ("CheckpointConfig",),
+    "dcpfs.checkpointer.model_only": (
+        "load_checkpoint",
+        "save_checkpoint",
+    ),
+    "dcpfs.checkpointer.model_state": ("ModelWrapper",),
+    "dcpfs.checkpointer.optimizer_state": ("OptimizersWrapper",),
+    "dcpfs.checkpointer.preemption": ("shield_worker",),
+    "dcpfs.checkpointer.rank_state": ("RankResize",),
+    "dcpfs.checkpointer.rename_planner": ("RenameLoadPlanner",),
+    "dcpfs.checkpointer.scheduler_state": ("SchedulersWrapper",),
     "dcpfs.config": (
         "CastPolicy",
         "DirectIO",
@@ -91,6 +137,7 @@ _HOMES = {
         "StorageError",
         "StorageFullError",
         "StorageTimeoutError",
+        "SupersededError",
         "TransferSizeError",
         "UnsupportedOperationError",
         "UnsupportedValueError",
@@ -101,8 +148,13 @@ _HOMES = {
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Access",
+    "AsyncMode",
+    "BestMode",
     "BucketNotFoundError",
     "CastPolicy",
+    "CheckpointCallback",
+    "CheckpointConfig",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
@@ -110,7 +162,9 @@ __all__ = [
     "CorruptCheckpointError",
     "CredentialsError",
     "DcpfsError",
+    "DedupPolicy",
     "DirectIO",
+    "DistributedCheckpointer",
     "Durability",
     "FsspecStorageReader",
     "FsspecStorageWriter",
@@ -120,18 +174,27 @@ __all__ = [
     "LoadReport",
     "Location",
     "MissingBackendError",
+    "ModelWrapper",
     "ObjectExistsError",
     "ObjectNotFoundError",
+    "OnExisting",
+    "OnSaveError",
+    "OptimizersWrapper",
     "PermissionDeniedError",
     "RankError",
+    "RankResize",
+    "RenameLoadPlanner",
     "ReplicaMismatchError",
     "ReplicaReads",
     "RetryConfig",
+    "RngPolicy",
     "SavePlanner",
     "SaveReport",
+    "SchedulersWrapper",
     "StorageError",
     "StorageFullError",
     "StorageTimeoutError",
+    "SupersededError",
     "TransferConfig",
     "TransferSizeError",
     "Trust",
@@ -139,10 +202,15 @@ __all__ = [
     "UnsupportedValueError",
     "UntrustedDataError",
     "VerifyMode",
+    "WhenBusy",
+    "WorldSizePolicy",
     "__version__",
     "load",
+    "load_checkpoint",
     "read",
     "save",
+    "save_checkpoint",
+    "shield_worker",
 ]
 
 

@@ -20,9 +20,8 @@ import enum
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-import torch
 from torch import nn
 
 from dcpfs.checkpointer.callbacks import CheckpointCallbacks
@@ -31,6 +30,7 @@ from dcpfs.checkpointer.config import CheckpointConfig
 from dcpfs.checkpointer.groups import close_group, global_rank, make_group
 from dcpfs.checkpointer.layout import DATALOADER, KEYS, MODEL, TRAINER, check_iteration, check_key, rank_file_name
 from dcpfs.checkpointer.load_step import StepLoadReport, Strictness, choose_strictness
+from dcpfs.checkpointer.model_only import cast_floating
 from dcpfs.checkpointer.parts import Parts, find_topology, state_of
 from dcpfs.checkpointer.phases import Phases
 from dcpfs.checkpointer.preemption import SaveFlag, SignalHandlers, install_signal_handler
@@ -369,7 +369,7 @@ class DistributedCheckpointer:
         config = self._config
         states = parts.states()
         if exports and config.export_dtype is not None:
-            states[MODEL] = _cast(states[MODEL], getattr(torch, config.export_dtype))
+            states[MODEL] = cast_floating(cast("Mapping[str, object]", states[MODEL]), config.export_dtype)
         self._callbacks.on_save_checkpoint(parts.model_parts, states)
         rank_files: dict[str, bytes] = {}
         own = states.pop(DATALOADER, None)
@@ -591,13 +591,3 @@ class DistributedCheckpointer:
 
     def _phases(self, label: str) -> Phases:
         return Phases(rank=self._caller.rank, deadline_seconds=self._config.phase_timeout_seconds, label=label)
-
-
-def _cast(state: object, dtype: torch.dtype) -> dict[str, object]:
-    """A model's state with floating tensors in another dtype, for others to use."""
-    if not isinstance(state, Mapping):
-        raise ConfigError(f"can't export a {type(state).__name__}: the model's state must be a mapping")
-    return {
-        key: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-        for key, value in state.items()
-    }

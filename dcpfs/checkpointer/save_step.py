@@ -158,7 +158,7 @@ def save_step(
         context: Where, with whom, and how.
         error: Why this rank has nothing to save; raised here, and told to all ranks, which raise it too.
         phases: Measures and watches; None: nobody does.
-        moves_latest: Whether ``latest_checkpoint.txt`` is to name this step.
+        moves_latest: Whether ``latest_checkpoint.txt`` is to name this step, and older ones make room for it.
 
     Raises:
         CheckpointExistsError: The step stands and is not to be overwritten, or is the only complete one.
@@ -169,9 +169,9 @@ def save_step(
     """
     started_seconds = time.monotonic()
     watched = phases if phases is not None else Phases(rank=context.ranks.rank)
-    save = _Save(step, context, error, watched)
+    save = _Save(step, context, error, watched, moves_latest=moves_latest)
     try:
-        committed = save.run(moves_latest=moves_latest)
+        committed = save.run()
     except BaseException:
         context.plans.drop()
         save.take_back()
@@ -206,7 +206,13 @@ class _Save:
     """One save of one rank. What is not said to be the coordinator's is called by all ranks."""
 
     def __init__(
-        self, step: LocalStep | None, context: SaveContext, error: BaseException | None, phases: Phases
+        self,
+        step: LocalStep | None,
+        context: SaveContext,
+        error: BaseException | None,
+        phases: Phases,
+        *,
+        moves_latest: bool,
     ) -> None:
         self.save_id = uuid.uuid4().hex
         self.bytes_written = 0
@@ -216,6 +222,7 @@ class _Save:
         self._ranks = context.ranks
         self._error = error
         self._phases = phases
+        self._moves_latest = moves_latest
         self._store: Store | None = None
         self._claim: Claim | None = None
         self._global: GlobalPlan | None = None
@@ -240,7 +247,7 @@ class _Save:
             self._store = open_store(self._context.save_dir, transfer=self._context.transfer, retry=self._context.retry)
         return self._store
 
-    def run(self, *, moves_latest: bool) -> bool:
+    def run(self) -> bool:
         """Save; False when the step was left as it stood."""
         with self._phases.phase("claim"):
             if self._ranks.is_coordinator and self._error is None:
@@ -259,7 +266,7 @@ class _Save:
             if isinstance(collected, DcpfsError):
                 failure = collected
             elif collected is not None:
-                failure = _attempt(lambda: self._commit(collected, moves_latest=moves_latest))
+                failure = _attempt(lambda: self._commit(collected))
             # Files of a manifest that stands must stay: only who knows that there is none lets them be deleted.
             discards = failure is not None and not self._stands
             self._discards, verdict = self._ranks.broadcast_verdict(discards, failure, error)
@@ -281,7 +288,7 @@ class _Save:
     def close(self) -> None:
         """Release connections; at the coordinator of a committed step, make room first. Never raises."""
         try:
-            if self._stands and self._context.sweep is not None and self._step is not None:
+            if self._stands and self._moves_latest and self._context.sweep is not None and self._step is not None:
                 with self._phases.phase("retention"):
                     self._context.sweep(self.store, self._step.iteration)
         finally:
@@ -408,7 +415,7 @@ class _Save:
             self._written.files[name] = FileRecord(len(content), crc32(content))
             self.bytes_written += len(content)
 
-    def _commit(self, collected: Sequence[_Written], *, moves_latest: bool) -> None:
+    def _commit(self, collected: Sequence[_Written]) -> None:
         """Coordinator: every key's ``.metadata``, the manifest, the pointer."""
         planned, step, claim = self._global, self.step, self._claimed
         if planned is None:
@@ -439,7 +446,7 @@ class _Save:
             self._context.still_wanted()
         publish_step(self.store, claim, manifest)
         self._stands = True
-        if moves_latest:
+        if self._moves_latest:
             move_latest(self.store, step.iteration, claim)
 
     def _publish_keys(
