@@ -22,7 +22,7 @@ from torch import nn
 from dcpfs import torch_private
 from dcpfs.checkpointer.parameter_names import ModuleNames
 from dcpfs.checkpointer.stored_value import StoredValue
-from dcpfs.checkpointer.template_tree import below, build_tree, placeholder
+from dcpfs.checkpointer.template_tree import build_below, placeholder
 from dcpfs.checkpointer.tensor_memory import adopt_memory, has_same_bits, home_device, is_same_memory, zeros_like_part
 from dcpfs.errors import ConfigError, KeyMismatchError
 
@@ -89,7 +89,7 @@ class ModelWrapper:
         for name, value in list(state.items()):
             entry = stored.get(name)
             if name.rpartition(".")[2] == _EXTRA_STATE:
-                state[name] = _extra_template(value, entry, below(stored, name) if entry is None else {})
+                state[name] = _extra_template(name, value, stored)
             elif isinstance(value, torch.Tensor) and torch_private.is_on_meta(value) and _fits(value, entry):
                 owner = live.get(name, value)
                 if id(owner) not in memory:
@@ -187,12 +187,12 @@ def _check_shared(
     )
 
 
-def _extra_template(value: object, entry: StoredValue | None, nested: Mapping[str, StoredValue]) -> object:
+def _extra_template(name: str, value: object, stored: Mapping[str, StoredValue]) -> object:
     """What stands for an extra state, which the module makes up anew: of the kind that is stored."""
-    if nested:
-        return build_tree(nested, value if isinstance(value, Mapping) else {})
+    entry = stored.get(name)
     if entry is None:
-        return value
+        nested = build_below(stored, name, value)
+        return value if nested is None else nested
     if entry.is_tensor:
         return placeholder(entry)
     return None if isinstance(value, (torch.Tensor, Mapping, list)) else value

@@ -83,7 +83,7 @@ class OptimizersWrapper:
     for the state; an optimizer that has not stepped has none. Not thread-safe; no method is collective.
 
     Args:
-        model: The model, or its parts on this rank, that the parameters belong to.
+        model: The model, or its parts on this rank, that the parameters belong to. Not looked at for containers.
         optimizers: An optimizer, a sequence of optimizers, or a container with ``state_dict`` and ``load_state_dict``
             that is none of torch's own: what that gives is saved as it is.
 
@@ -96,8 +96,8 @@ class OptimizersWrapper:
         model: nn.Module | Sequence[nn.Module],
         optimizers: Optimizer | StateHolder | Iterable[Optimizer | StateHolder],
     ) -> None:
-        self._parts = model_parts_of(model)
         self._optimizers, self._containers = sort_optimizers(optimizers)
+        self._parts = model_parts_of(model) if self._optimizers else ()
         self._unfit: set[str] = set()
         self._asked: frozenset[str] = frozenset()
 

@@ -22,10 +22,12 @@ from dcpfs.checkpointer.stored_value import StoredValue
 from dcpfs.dcp.flatten import flatten
 from dcpfs.errors import CorruptCheckpointError
 
-__all__ = ["below", "build_tree", "nest_leaves", "placeholder", "starts_with_name"]
+__all__ = ["below", "build_below", "build_tree", "nest_leaves", "placeholder", "starts_with_name"]
 
 _MOST_POSITIONS = 1 << 24
 """Positions of a list that a path may name: more is an attack on memory."""
+
+_ROOT = "root"
 
 _Step = tuple[object, bool]
 """One step of a path: the real key, and whether it is a position in a list."""
@@ -79,6 +81,19 @@ def build_tree(stored: Mapping[str, StoredValue], live: Mapping[str, object]) ->
     for key, steps in _guess(unknown, live).items():
         _place(root, steps, placeholder(unknown[key]))
     return cast("dict[str, object]", root)
+
+
+def build_below(stored: Mapping[str, StoredValue], name: str, live: object) -> object:
+    """Build what lies below a name: a mapping or a list; None where nothing does. ``live`` is what stands there now."""
+    found = {
+        f"{_ROOT}.{key}": StoredValue(
+            value.dtype, value.shape, (_ROOT, *value.path), (_ROOT, *value.real_path) if value.real_path else ()
+        )
+        if value.path
+        else value
+        for key, value in below(stored, name).items()
+    }
+    return build_tree(found, {_ROOT: live}).get(_ROOT)
 
 
 def nest_leaves(leaves: Mapping[str, object], live: Mapping[object, object]) -> dict[object, object]:

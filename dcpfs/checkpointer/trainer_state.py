@@ -124,8 +124,7 @@ class TrainerState:
                 )
         if self._user is not None:
             found, live = below(stored, _USER), _state_of(self._user)
-            if found:
-                template[_USER] = build_tree(found, live)
+            template[_USER] = build_tree(found, live)
             unsaved = [key for key in flatten(live)[0] if key not in found]
             if unsaved:
                 _logger.warning("of the trainer state no %s was saved: left as it is", list_names(unsaved))
