@@ -67,16 +67,20 @@ class Strictness(enum.Enum):
     """Nothing: what fits is loaded, and the log says what did not."""
 
 
-def choose_strictness(keys: Iterable[str], *, strict: bool) -> dict[str, Strictness]:
+def choose_strictness(keys: Iterable[str], *, strict: bool | Mapping[str, bool]) -> dict[str, Strictness]:
     """The strictness of each key. ``trainer`` holds the states of other ranks and of parts that this run may not have.
 
     Args:
         keys: The keys.
-        strict: As configured; False: what fits is loaded.
+        strict: As configured, for all or by key (those that are not named are strict). False: what fits is loaded.
     """
-    if not strict:
-        return dict.fromkeys(keys, Strictness.LOOSE)
-    return {key: Strictness.REQUIRED if key == TRAINER else Strictness.EXACT for key in keys}
+    chosen = {}
+    for key in keys:
+        if not (strict if isinstance(strict, bool) else strict.get(key, True)):
+            chosen[key] = Strictness.LOOSE
+        else:
+            chosen[key] = Strictness.REQUIRED if key == TRAINER else Strictness.EXACT
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,13 @@ from dcpfs.checkpointer.phases import Phases
 from dcpfs.checkpointer.rank_file_loading import ReshardHook
 from dcpfs.checkpointer.renaming import Renaming
 from dcpfs.config import CastPolicy, ReplicaReads, RetryConfig, TransferConfig, Trust, VerifyMode
-from dcpfs.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
+from dcpfs.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DcpfsError,
+    IncompleteCheckpointError,
+)
 from dcpfs.ranks import Ranks
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
@@ -378,6 +384,7 @@ def load_with_fallback(
         DcpfsError: As `load_step`, and `ResumeSearch.find`.
     """
     changed: dict[str, set[str]] = {}
+    written: dict[str, None] = {}
     while True:
         if plan.location is None:
             raise ValueError("there is nothing to load from scratch")
@@ -404,6 +411,7 @@ def load_with_fallback(
                 changed=changed,
             )
         except Exception as error:
+            _add_written(error, written)
             damaged = isinstance(error, (CorruptCheckpointError, IncompleteCheckpointError))
             # Several ranks may have failed, each for a reason of its own: all must take the same way now.
             if not all(search.ranks.all_gather(damaged)):
@@ -413,9 +421,14 @@ def load_with_fallback(
             try:
                 plan = search.find()
             except CheckpointError as none_left:
-                none_left.written_keys = getattr(error, "written_keys", ())
+                _add_written(none_left, written)
                 raise none_left from error
-            if plan.origin is Origin.SCRATCH:
-                raise
         else:
             return plan, report
+
+
+def _add_written(error: Exception, written: dict[str, None]) -> None:
+    """Note what this attempt has changed, and let its error name what earlier ones had."""
+    if isinstance(error, DcpfsError):
+        written.update(dict.fromkeys(error.written_keys))
+        error.written_keys = tuple(written)
