@@ -16,12 +16,40 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["Arena", "plain_block"]
+__all__ = ["Arena", "Layout", "cut_block", "layout_of", "plain_block", "size_of"]
 
 _logger = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 64
 """A cache line; also a multiple of every dtype's size."""
+
+
+Layout = tuple[tuple[torch.dtype, torch.Size], ...]
+"""Dtype and shape of each slot, in the order in which they lie."""
+
+
+def layout_of(tensors: Sequence[torch.Tensor]) -> Layout:
+    """The slots that copies of these tensors take."""
+    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+
+
+def size_of(layout: Layout) -> int:
+    """Size in bytes of a block for a layout."""
+    return sum(_padded_bytes(dtype, shape) for dtype, shape in layout)
+
+
+def cut_block(block: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The slots of a flat uint8 block, as views."""
+    slots, start = [], 0
+    for dtype, shape in layout:
+        size_bytes = shape.numel() * dtype.itemsize
+        slots.append(block[start : start + size_bytes].view(dtype).view(shape))
+        start += _padded_bytes(dtype, shape)
+    return slots
+
+
+def _padded_bytes(dtype: torch.dtype, shape: torch.Size) -> int:
+    return -(-shape.numel() * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def plain_block(size_bytes: int) -> torch.Tensor:
@@ -38,7 +66,7 @@ class Arena:
 
     def __init__(self, make_block: Callable[[int], torch.Tensor] = plain_block) -> None:
         self._make_block = make_block
-        self._layout: tuple[tuple[torch.dtype, torch.Size], ...] = ()
+        self._layout: Layout = ()
         self._slots: list[torch.Tensor] = []
         self._size_bytes = 0
 
@@ -52,7 +80,7 @@ class Arena:
 
         They stay as they are until the next call. Copies from a device are complete when it returns.
         """
-        layout = tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+        layout = layout_of(tensors)
         if layout != self._layout:
             self._cut(layout)
         for slot, tensor in zip(self._slots, tensors, strict=True):
@@ -63,20 +91,12 @@ class Arena:
         """Let go of the block. Copies that somebody still holds keep it alive. Idempotent."""
         self._layout, self._slots, self._size_bytes = (), [], 0
 
-    def _cut(self, layout: tuple[tuple[torch.dtype, torch.Size], ...]) -> None:
+    def _cut(self, layout: Layout) -> None:
         self.release()  # before the new block is made, so that both are never held
-        starts, stop = [], 0
-        for dtype, shape in layout:
-            starts.append(stop)
-            size_bytes = shape.numel() * dtype.itemsize
-            stop += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        block = self._make_block(stop)
-        self._slots = [
-            block[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for start, (dtype, shape) in zip(starts, layout, strict=True)
-        ]
-        self._layout, self._size_bytes = layout, stop
-        _logger.info("made room for %d tensors, %.1f MB", len(layout), stop / 1e6)
+        size_bytes = size_of(layout)
+        self._slots = cut_block(self._make_block(size_bytes), layout)
+        self._layout, self._size_bytes = layout, size_bytes
+        _logger.info("made room for %d tensors, %.1f MB", len(layout), size_bytes / 1e6)
 
 
 def _copy(slot: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Messages between a process and the one that it started.
 
-Problem: ``multiprocessing`` queues lose what their feeder has not sent when the process ends, fail in a thread of theirs
-when a message can't be pickled, and a dead peer shows as silence, or as a bare ``BrokenPipeError`` for the rest of the
-run (cases 53, 54).
+Problem: ``multiprocessing`` queues lose what their feeder has not sent when the process ends, fail in a thread of their
+own when a message can't be pickled, and a dead peer shows as silence, or as a bare ``BrokenPipeError`` for the rest of
+the run (cases 53, 54).
 
 Way taken: a socket pair, and each message as a length and a pickle, sent by the caller itself. The end of the peer is
 the end of the stream, at once, whatever killed it. Both ends are dcpfs, one started by the other: unpickling is safe.
@@ -74,6 +74,11 @@ class Channel:
             if isinstance(error, ChannelClosedError):
                 raise
             raise ChannelClosedError("the other process has ended") from error
+
+    def shut_sending(self) -> None:
+        """Say that nothing more will be sent: the other end finds its stream at its end. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close this end; the other one then finds it closed. Idempotent, from any thread."""

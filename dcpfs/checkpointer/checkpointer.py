@@ -34,6 +34,7 @@ from dcpfs.checkpointer.model_only import cast_floating
 from dcpfs.checkpointer.parts import Parts, find_topology, state_of
 from dcpfs.checkpointer.phases import Phases
 from dcpfs.checkpointer.preemption import SaveFlag, SignalHandlers, install_signal_handler
+from dcpfs.checkpointer.process_saver import ProcessSaver
 from dcpfs.checkpointer.rank_file_loading import ReshardHook
 from dcpfs.checkpointer.rank_state import encode_rank_state
 from dcpfs.checkpointer.renaming import Renaming
@@ -575,6 +576,15 @@ class DistributedCheckpointer:
         )
         if config.async_mode is AsyncMode.DISABLED:
             return InlineSaver(context, self._save_phases)
+        if config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+            return ProcessSaver(
+                context,
+                self._caller,
+                max_in_flight=config.max_in_flight,
+                when_busy=config.when_busy,
+                timeout_seconds=config.timeout_seconds,
+                phase_timeout_seconds=config.phase_timeout_seconds,
+            )
         return ThreadSaver(
             context,
             self._save_phases,

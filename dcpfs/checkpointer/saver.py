@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,7 +29,7 @@ from dcpfs.checkpointer.staging import stage_step
 from dcpfs.errors import CheckpointError
 from dcpfs.ranks import Ranks
 
-__all__ = ["InlineSaver", "SaveOutcome", "SaveRequest", "Saver", "ThreadSaver"]
+__all__ = ["InlineSaver", "SaveOutcome", "SaveRequest", "Saver", "ThreadSaver", "busy_error", "run_save", "say_busy"]
 
 _logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class InlineSaver:
 
     def submit(self, request: SaveRequest) -> list[SaveOutcome]:
         """See `Saver`."""
-        return [_save(request, self._context, self._make_phases(request.iteration))]
+        return [run_save(request, self._context, self._make_phases(request.iteration))]
 
     def settle(self) -> list[SaveOutcome]:
         """Nothing is ever in flight."""
@@ -210,7 +210,7 @@ class ThreadSaver:
             except BaseException as caught:  # noqa: BLE001 - brought to the agreement, which raises it on all ranks
                 error = caught
         try:
-            _agree(self._caller, error)
+            self._caller.confirm(error)
         except BaseException:
             self._idle.append(arena)
             raise
@@ -221,7 +221,7 @@ class ThreadSaver:
         def run() -> SaveOutcome:
             if before is not None:
                 before.join()
-            return _save(ready, self._context, phases)
+            return run_save(ready, self._context, phases)
 
         flight = _Flight(request, arena, run)
         self._flights.append(flight)
@@ -263,15 +263,10 @@ class ThreadSaver:
         if self._when_busy is not WhenBusy.WAIT:
             (busy,) = self._caller.largest([self._flights[0].outcome is None])
             if busy:
-                text = (
-                    f"iteration {self._flights[0].iteration} is still being saved to {self._context.save_dir.redacted}"
-                )
+                others, url = [flight.iteration for flight in self._flights], self._context.save_dir.redacted
                 if self._when_busy is WhenBusy.ERROR:
-                    raise CheckpointError(
-                        f"can't save iteration {iteration}: {text}; save less often, or set when_busy to 'wait' or "
-                        "'skip', or max_in_flight to more"
-                    )
-                _logger.warning("iteration %d is not saved: %s", iteration, text)
+                    raise busy_error(iteration, others, url)
+                say_busy(iteration, others, url)
                 return outcomes, False
         while len(self._flights) >= self._max_in_flight:
             outcomes.append(self._land())
@@ -286,21 +281,33 @@ class ThreadSaver:
         if outcome is None:
             raise RuntimeError(f"the thread that saved iteration {flight.iteration} ended without an outcome")
         try:
-            _agree(self._caller, outcome.error)
+            self._caller.confirm(outcome.error)
         except BaseException as error:  # noqa: BLE001 - handed to the caller as the outcome
             if error is not outcome.error:
                 return SaveOutcome(outcome.iteration, None, error, outcome.seconds, outcome.phases)
         return outcome
 
 
-def _agree(ranks: Ranks, error: BaseException | None) -> None:
-    """Return when no rank brings an error, at the price of one word; otherwise raise on all ranks. Collective."""
-    (failed,) = ranks.largest([error is not None])
-    if failed:
-        ranks.agree(error)
+def busy_error(iteration: int, others: Sequence[int], url: str) -> CheckpointError:
+    """The error of a save for which there is no room."""
+    return CheckpointError(
+        f"can't save iteration {iteration}: {_still_saving(others, url)}; save less often, or set when_busy to 'wait' "
+        "or 'skip', or max_in_flight to more"
+    )
 
 
-def _save(request: SaveRequest, context: SaveContext, phases: Phases) -> SaveOutcome:
+def say_busy(iteration: int, others: Sequence[int], url: str) -> None:
+    """Log that a save is left out since there is no room for it."""
+    _logger.warning("iteration %d is not saved: %s", iteration, _still_saving(others, url))
+
+
+def _still_saving(others: Sequence[int], url: str) -> str:
+    names = ", ".join(map(str, others))
+    return f"iteration {names} is still being saved to {url}"
+
+
+def run_save(request: SaveRequest, context: SaveContext, phases: Phases) -> SaveOutcome:
+    """`save_step`, with what became of it as a value. Collective over the context's ranks; never raises."""
     started_seconds = time.monotonic()
     report: StepReport | None = None
     error: BaseException | None = None

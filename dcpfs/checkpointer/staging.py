@@ -25,9 +25,10 @@ from dcpfs.background.arena import Arena
 from dcpfs.checkpointer.local_step import LocalKey, LocalStep
 from dcpfs.errors import UnsupportedValueError
 
-__all__ = ["StagedValues", "stage_step"]
+__all__ = ["Place", "StagedValues", "place_of", "stage_step"]
 
-_Place = tuple[str, torch.Size | None]
+Place = tuple[str, torch.Size | None]
+"""FQN and offset of an item."""
 
 
 class StagedValues(SavePlanner):
@@ -36,6 +37,9 @@ class StagedValues(SavePlanner):
     Args:
         tensors: By FQN and offset.
         objects: Encoded entries, by FQN.
+
+    Attributes:
+        objects: See above.
     """
 
     hands_out_references = True
@@ -43,16 +47,16 @@ class StagedValues(SavePlanner):
     checks_objects = True
     """As `dcpfs.dcp.save_planner.SavePlanner`: they were checked when they were encoded."""
 
-    def __init__(self, tensors: Mapping[_Place, torch.Tensor], objects: Mapping[str, bytes]) -> None:
+    def __init__(self, tensors: Mapping[Place, torch.Tensor], objects: Mapping[str, bytes]) -> None:
         self._tensors = tensors
-        self._objects = objects
+        self.objects = objects
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The copy of an item's tensor, or the bytes of its entry."""
         index = write_item.index
         if write_item.type is WriteItemType.BYTE_IO:
-            return io.BytesIO(self._objects[index.fqn])
-        return self._tensors[_place(index)]
+            return io.BytesIO(self.objects[index.fqn])
+        return self._tensors[place_of(index)]
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -83,14 +87,14 @@ def stage_step(step: LocalStep, arena: Arena) -> LocalStep:
     Raises:
         UnsupportedValueError: An item resolves to something else than it was planned as; names its key.
     """
-    places: list[tuple[str, _Place]] = []
+    places: list[tuple[str, Place]] = []
     tensors: list[torch.Tensor] = []
     objects: dict[str, dict[str, bytes]] = {key: {} for key in step.keys}
     for key, local in step.keys.items():
         for item in local.plan.items:
             value = local.values.resolve_data(item)
             if isinstance(value, torch.Tensor):
-                places.append((key, _place(item.index)))
+                places.append((key, place_of(item.index)))
                 tensors.append(value)
             elif isinstance(value, io.BytesIO):
                 objects[key][item.index.fqn] = value.getvalue()
@@ -98,7 +102,7 @@ def stage_step(step: LocalStep, arena: Arena) -> LocalStep:
                 raise UnsupportedValueError(
                     f"can't save {item.index.fqn!r} of {key!r}: the planner gave a {type(value).__name__} for it"
                 )
-    copies: dict[str, dict[_Place, torch.Tensor]] = {key: {} for key in step.keys}
+    copies: dict[str, dict[Place, torch.Tensor]] = {key: {} for key in step.keys}
     for (key, place), copy in zip(places, arena.stage(tensors), strict=True):
         copies[key][place] = copy
     keys = {
@@ -108,5 +112,6 @@ def stage_step(step: LocalStep, arena: Arena) -> LocalStep:
     return dataclasses.replace(step, keys=keys)
 
 
-def _place(index: MetadataIndex) -> _Place:
+def place_of(index: MetadataIndex) -> Place:
+    """What tells an item from others of its key: FQN and offset."""
     return index.fqn, index.offset

@@ -31,9 +31,7 @@ def agree_on(ranks: Ranks, action: Callable[[], None]) -> None:
         action()
     except BaseException as caught:  # noqa: BLE001 - brought to the agreement, which raises it on all ranks
         error = caught
-    (failed,) = ranks.largest([error is not None])
-    if failed:
-        ranks.agree(error)
+    ranks.confirm(error)
 
 
 class Verdicts:
