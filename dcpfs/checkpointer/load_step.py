@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dcpfs.checkpointer.choices import WorldSizePolicy
 from dcpfs.checkpointer.layout import DATALOADER, MODEL, TRAINER
 from dcpfs.checkpointer.manifest import Manifest
-from dcpfs.checkpointer.part_loading import Fit, KeyLoading, check_part, union_names
+from dcpfs.checkpointer.part_loading import Fit, KeyLoading, all_placed, check_part, names_not_placed
 from dcpfs.checkpointer.phases import Phase, Phases
 from dcpfs.checkpointer.rank_file_loading import RankFileLoading, ReshardHook
 from dcpfs.checkpointer.renaming import Renaming
@@ -415,9 +415,14 @@ class _StepLoad:
         self._log_fit(fits)
 
     def _note_unexpected(self, key: str, found: Sequence[Fit]) -> None:
+        """Every rank comes to the same names, those that have no part too."""
+        if all_placed(found):
+            self._unexpected[key] = ()
+            return
         index = self._indexes.get(key)
-        if index is not None:
-            self._unexpected[key] = tuple(union_names((fit.placed for fit in found), index.records))
+        if index is None:
+            index = self._stored.decode_index(key, trust=self.source.trust, url=self._url_of(key))
+        self._unexpected[key] = tuple(names_not_placed(found, index.records))
 
     def _log_fit(self, fits: Sequence[Mapping[str, Fit]]) -> None:
         for key, loading in self._loadings.items():

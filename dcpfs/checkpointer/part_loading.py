@@ -35,7 +35,7 @@ from dcpfs.dcp.state_filling import StateFilling
 from dcpfs.errors import ConfigError
 from dcpfs.format.index import BytesRecord, CheckpointIndex, EntryLocation, TensorRecord
 
-__all__ = ["Fit", "KeyLoading", "check_part", "union_names"]
+__all__ = ["Fit", "KeyLoading", "all_placed", "check_part", "names_not_placed"]
 
 
 def check_part(key: str, part: object) -> None:
@@ -58,11 +58,13 @@ class Fit:
     Attributes:
         placed: One bit for each record of the checkpoint, in its order: this rank has a place for it, skips it, or
             knows it and leaves it out.
+        count: Number of records.
         missing: Names of the state that the checkpoint lacks.
         mismatched: Name of the state to how it differs.
     """
 
     placed: bytes = b""
+    count: int = 0
     missing: tuple[str, ...] = ()
     mismatched: Mapping[str, str] = field(default_factory=dict)
 
@@ -140,7 +142,8 @@ class KeyLoading:
 
     def _note_fit(self, placed: set[str]) -> None:
         match = self._filling.match
-        self.fit = Fit(_encode_names(placed, self._index.records), tuple(match.missing), dict(match.mismatched))
+        records = self._index.records
+        self.fit = Fit(_encode_names(placed, records), len(records), tuple(match.missing), dict(match.mismatched))
 
     def _state_for(self, records: Mapping[str, TensorRecord | BytesRecord]) -> MutableMapping[str, object]:
         part = self._part
@@ -203,18 +206,25 @@ class KeyLoading:
         return cast("Mapping[str, object]", unflatten(self._filling.template, structure))
 
 
-def union_names(placed: Iterable[bytes], names: Iterable[str]) -> list[str]:
-    """Names that no rank's `Fit` has placed."""
-    together = 0
-    for each in placed:
-        together |= int.from_bytes(each, "little")
-    size_bytes = (together.bit_length() + 7) // 8
-    bits = together.to_bytes(size_bytes, "little")
-    return [
-        name
-        for number, name in enumerate(names)
-        if number >> 3 >= size_bytes or not bits[number >> 3] >> (number & 7) & 1
-    ]
+def all_placed(fits: Iterable[Fit]) -> bool:
+    """Whether every record of a key has a place on some rank. Needs no names."""
+    together, count = _union(fits)
+    return together == (1 << count) - 1
+
+
+def names_not_placed(fits: Iterable[Fit], names: Iterable[str]) -> list[str]:
+    """The records that have a place on no rank."""
+    together, count = _union(fits)
+    bits = together.to_bytes((count + 7) // 8, "little")
+    return [name for number, name in enumerate(names) if not bits[number >> 3] >> (number & 7) & 1]
+
+
+def _union(fits: Iterable[Fit]) -> tuple[int, int]:
+    together = count = 0
+    for fit in fits:
+        together |= int.from_bytes(fit.placed, "little")
+        count = fit.count
+    return together, count
 
 
 def _encode_names(placed: set[str], names: Iterable[str]) -> bytes:
