@@ -228,13 +228,9 @@ def publish_step(store: Store, claim: Claim, manifest: Manifest) -> None:
     """
     iteration, save_id = claim.iteration, claim.save_id
     writing = f"{step_name(iteration)}/{WRITING_NAME}"
-    sure = True
     owner = read_owner(store, iteration)
-    if owner is None and _manifest_save_id(store, iteration) is None:
-        # Whoever published here before took it for its own. Or someone swept the step, and files are missing.
-        sure = False
-        if _put_fresh(store, iteration, save_id):
-            owner = save_id
+    if owner is None and _is_ready(store, manifest) and _put_fresh(store, iteration, save_id):
+        owner = save_id
     if owner != save_id:
         raise superseded(store, iteration, save_id, owner, verb="publish the save")
     _put_manifest(store, claim, encode_manifest(manifest))
@@ -245,7 +241,7 @@ def publish_step(store: Store, claim: Claim, manifest: Manifest) -> None:
         owner = save_id
     if owner is not None and owner != save_id:
         raise superseded(store, iteration, save_id, owner, verb="publish the save")
-    if (owner is None or not sure) and not _is_committed(store, claim):
+    if owner is None and not _is_committed(store, claim):
         raise superseded(store, iteration, save_id, owner, verb="publish the save")
     if owner == save_id:
         try:
@@ -349,6 +345,18 @@ def _predecessor(status: StepStatus) -> str | None:
 def _is_committed(store: Store, claim: Claim) -> bool:
     status = check_step(store, claim.iteration)
     return status.is_complete and status.manifest is not None and status.manifest.save_id == claim.save_id
+
+
+def _is_ready(store: Store, manifest: Manifest) -> bool:
+    """Whether all files of a manifest are there and none is put: nobody has withdrawn them.
+
+    A save that had just committed when this one withdrew its step may have taken this one's ``.writing`` for its own.
+    """
+    step = step_name(manifest.iteration)
+    if store.exists(f"{step}/{MANIFEST_NAME}") or not store.capabilities.listable:
+        return False
+    found = {info.path.removeprefix(f"{step}/"): info.size_bytes for info in store.list(step)}
+    return all(found.get(name) == record.size_bytes for name, record in manifest.files.items())
 
 
 def _require_permission(store: Store, claim: Claim) -> None:

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from dcpfs.checkpointer.layout import step_name
 from dcpfs.checkpointer.manifest import Manifest, encode_manifest
 from dcpfs.errors import SupersededError
-from tests.faults.two_saves import STEP, Objects, Outcome, SharedStore, check_unmixed, run_saves, save_all
+from tests.faults.two_saves import READ_WHOLE, STEP, Objects, Outcome, SharedStore, check_unmixed, run_saves, save_all
 
 OLDER = f"{step_name(STEP - 1)}/manifest.json"
-FIXED = (".metadata", ".pkl")
 
 
 def prepared(before: str, *, conditional: bool = True, splits_puts: bool = False) -> Objects:
@@ -34,17 +33,19 @@ def prepared(before: str, *, conditional: bool = True, splits_puts: bool = False
 
 
 def gap_of(requests: Sequence[tuple[str, str]], name: str) -> bool:
-    """Whether another save made requests between a save's last question and the deletions that follow from it."""
+    """Whether others made requests between a save's last question and what it deletes or replaces because of it."""
     own = [number for number, (who, _) in enumerate(requests) if who == name]
     for before, after in itertools.pairwise(own):
         request = requests[after][1]
-        if after > before + 1 and request.startswith("delete ") and request.endswith(("manifest.json", *FIXED)):
+        deletes = request.startswith("delete ") and request.endswith(("manifest.json", *READ_WHOLE))
+        replaces = request.endswith(READ_WHOLE) and requests[before][1].endswith(("manifest.json", ".writing"))
+        if after > before + 1 and (deletes or replaces):
             return True
     return False
 
 
 def check_end(objects: Objects, outcomes: dict[str, Outcome], requests: Sequence[tuple[str, str]]) -> None:
-    loaded = check_unmixed(objects)
+    loaded = check_unmixed(objects, strictly=False)
     committed = {name for name, outcome in outcomes.items() if outcome.committed}
     lost = [outcome.error for outcome in outcomes.values() if outcome.error is not None]
     assert all(isinstance(error, SupersededError) for error in lost)
@@ -81,20 +82,17 @@ def test_case_2_an_old_save_that_wakes_up_anywhere_makes_no_mix(before: str, con
 )
 def test_three_saves_in_any_order_make_no_mix(before: str, schedule: list[str]) -> None:
     objects = prepared(before)
-    outcomes, requests = run_saves(objects, ["A", "B", "C"], schedule)
+    outcomes, requests = run_saves(objects, ["A", "B", "C"], schedule, strictly=False)
     check_end(objects, outcomes, requests)
 
 
 @pytest.mark.parametrize("before", ["empty", "dead"])
-def test_where_a_put_looks_before_it_writes_only_what_is_read_whole_can_mix(before: str) -> None:
-    """Then sizes do not tell; checksums do, and every load checks those of `.metadata` and of rank files."""
+def test_where_a_put_looks_before_it_writes_checksums_tell_a_mix(before: str) -> None:
+    """Data files have names of their own there too; every load checks what all saves call by one name."""
     alone = len(run_saves(prepared(before, conditional=False, splits_puts=True), ["A"], [])[1])
     for first, second in itertools.product(range(alone + 1), range(1, alone + 12, 2)):
         objects = prepared(before, conditional=False, splits_puts=True)
-        try:
-            run_saves(objects, ["A", "B"], ["A"] * first + ["B"] * second + ["A"] * 100)
-        except AssertionError as error:
-            assert any(f"{name} of " in str(error) for name in FIXED), error  # noqa: PT017 - the kind of mix counts
+        run_saves(objects, ["A", "B"], ["A"] * first + ["B"] * second + ["A"] * 100, strictly=False)
 
 
 def test_one_save_after_the_other_replaces_it() -> None:
