@@ -247,7 +247,10 @@ def _cpu_group(group: ProcessGroup) -> ProcessGroup:
         return group
     twin = _gloo_twins.get(group)
     if twin is None:
-        made = dist.new_group(ranks=dist.get_process_group_ranks(group), backend="gloo")
+        members = dist.get_process_group_ranks(group)
+        # The others don't come for a group of some: torch counts groups to name those of later, and would count apart.
+        partial = len(members) < dist.get_world_size()
+        made = dist.new_group(ranks=members, backend="gloo", use_local_synchronization=partial)
         if not isinstance(made, dist.ProcessGroup):
             raise RuntimeError("this process is not a member of the process group that it saves or loads with")
         twin = made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import timedelta
 
 import pytest
 import torch
@@ -117,3 +118,16 @@ def test_without_a_process_group_this_process_is_alone() -> None:
     assert ranks == Ranks(0, 1, None)
     assert global_rank(ranks) == 0
     close_group(ranks)
+
+
+def meet_a_group_of_some_that_can_not_move_cpu_objects() -> list[list[int]]:
+    rank = dist.get_rank()
+    some = dist.new_group([0, 1], backend="cuda:gloo")
+    seen = [Ranks.current(some).all_gather(rank)] if rank < 2 else [[]]
+    everybody = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
+    return [*seen, Ranks.current(everybody).all_gather(rank)]
+
+
+def test_the_cpu_twin_of_a_group_of_some_ranks_is_made_by_them_alone_and_later_groups_still_meet() -> None:
+    seen = run_ranks(meet_a_group_of_some_that_can_not_move_cpu_objects, 3)
+    assert seen == [[[0, 1], [0, 1, 2]], [[0, 1], [0, 1, 2]], [[], [0, 1, 2]]]
