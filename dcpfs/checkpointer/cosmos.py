@@ -62,7 +62,7 @@ def translate(checkpoint: object, job: object) -> dict[str, object]:
     Raises:
         ConfigError: A setting is missing, or has no equivalent.
     """
-    settings: dict[str, object] = {name: bool(_get(checkpoint, name)) for name in _SAME if _has(checkpoint, name)}
+    settings: dict[str, object] = {name: _flag(checkpoint, name) for name in _SAME if _has(checkpoint, name)}
     saves, loads = (
         _object_store(checkpoint, "save_to_object_store"),
         _object_store(checkpoint, "load_from_object_store"),
@@ -82,9 +82,9 @@ def translate(checkpoint: object, job: object) -> dict[str, object]:
     settings |= _load_path(checkpoint, loads)
     settings["keys_not_to_resume"] = _names(checkpoint, "keys_not_to_resume")
     settings["keys_to_skip_loading"] = tuple(map(re.escape, _names(checkpoint, "keys_to_skip_loading")))
-    if _get(checkpoint, "dcp_async_mode_enabled"):
+    if _flag(checkpoint, "dcp_async_mode_enabled"):
         settings["async_mode"] = "async_with_pinned_mem"
-    if _get(checkpoint, "load_ema_to_reg"):
+    if _flag(checkpoint, "load_ema_to_reg"):
         raise ConfigError(
             "can't translate load_ema_to_reg: for a model without net_ema make a config with "
             "rename={'^net[.]': 'raw.', '^net_ema[.]': 'net.'} and keys_to_skip_loading=['^raw[.]']; for one with it, "
@@ -97,7 +97,7 @@ def translate(checkpoint: object, job: object) -> dict[str, object]:
 def _object_store(checkpoint: object, name: str) -> tuple[str, str | None] | None:
     """Bucket and credentials file of an object store, or None when it is not enabled."""
     store = _get(checkpoint, name)
-    if store is None or not _get(store, "enabled"):
+    if store is None or not _flag(store, "enabled"):
         return None
     credentials = _get(store, "credentials")
     return _need(store, "bucket", name).removeprefix("s3://").strip("/"), str(credentials) if credentials else None
@@ -147,10 +147,17 @@ def _has(owner: object, name: str) -> bool:
 
 
 def _get(owner: object, name: str) -> object:
-    """An item or attribute, or None. OmegaConf raises errors of its own for a value that is missing."""
+    """An item or attribute, or None. A node of OmegaConf lists a value that must be set, and says it has it not."""
     if isinstance(owner, Mapping):
-        return owner.get(name)
+        return owner[name] if name in owner else _MISSING if name in list(owner) else None
     return getattr(owner, name, None)
+
+
+def _flag(owner: object, name: str) -> bool:
+    value = _get(owner, name)
+    if value == _MISSING:
+        raise ConfigError(f"can't translate the settings of checkpoint: {name} is not set")
+    return bool(value)
 
 
 def _need(owner: object, name: str, of: str) -> str:

@@ -69,6 +69,13 @@ def as_namespace(value: Any) -> Any:
     return json.loads(json.dumps(dataclasses.asdict(value)), object_hook=lambda fields: SimpleNamespace(**fields))
 
 
+class Node(dict[str, Any]):
+    """Shows values that must be set as OmegaConf's nodes do: they are listed, and absent."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) and super().__getitem__(str(name)) != "???"
+
+
 FORMS = {"dataclass": lambda value: value, "mapping": as_mapping, "attributes": as_namespace}
 
 
@@ -120,6 +127,9 @@ def test_loading_from_elsewhere_than_saving_goes_by_load_path(caplog: pytest.Log
     ("checkpoint", "job", "text"),
     [
         ({"load_path": "???"}, Job(), "load_path is not set"),
+        (Node(load_path="???"), Job(), "load_path is not set"),
+        (Node(save_to_object_store=Node(enabled=True, bucket="???")), Job(), "bucket is not set"),
+        ({"load_training_state": "???"}, Job(), "load_training_state is not set"),
         ({"save_to_object_store": {"enabled": True}}, Job(), "bucket is not set"),
         ({}, {"path": "p"}, "path_local is not set"),
         ({"keys_not_to_resume": "optim"}, Job(), "not a list"),
