@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from dcpfs.background.copying import Copier, CopyToHost, copier_for, pin_block, unpin_block
+
 __all__ = ["Arena", "Layout", "cut_block", "layout_of", "plain_block", "size_of"]
 
 _logger = logging.getLogger(__name__)
@@ -58,16 +60,25 @@ def plain_block(size_bytes: int) -> torch.Tensor:
 
 
 class Arena:
-    """A block and its slots. Belongs to one thread at a time; the slots handed out live as long as their readers.
+    """A block and its slots. Belongs to one thread at a time, but for `wait`.
 
     Args:
         make_block: Makes a flat uint8 CPU tensor of a size in bytes.
+        choose_copier: Says who copies tensors of a device.
     """
 
-    def __init__(self, make_block: Callable[[int], torch.Tensor] = plain_block) -> None:
+    def __init__(
+        self,
+        make_block: Callable[[int], torch.Tensor] = plain_block,
+        choose_copier: Callable[[torch.device], Copier] = copier_for,
+    ) -> None:
         self._make_block = make_block
-        self._layout: Layout = ()
+        self._choose_copier = choose_copier
+        self._copiers: dict[torch.device, Copier] = {}
+        self._layout: Layout | None = None
         self._slots: list[torch.Tensor] = []
+        self._pinned: torch.Tensor | None = None
+        self._pending: list[CopyToHost] = []
         self._size_bytes = 0
 
     @property
@@ -75,36 +86,56 @@ class Arena:
         """Size of the block."""
         return self._size_bytes
 
-    def stage(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy the values of the tensors, and return the copies: row-major CPU tensors of the same shapes and dtypes.
+    @property
+    def is_pending(self) -> bool:
+        """Whether copies may be at work still: `wait` has not been called since."""
+        return bool(self._pending)
 
-        They stay as they are until the next call. Copies from a device are complete when it returns.
+    def stage(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Begin to copy the values of the tensors. Nobody may read an earlier copy any more.
+
+        Returns:
+            The copies: row-major CPU tensors of the same shapes and dtypes, valid after `wait` and until the next call.
         """
         layout = layout_of(tensors)
+        self.wait()
         if layout != self._layout:
-            self._cut(layout)
+            self._cut(layout, pins=any(tensor.is_cuda for tensor in tensors))
+        pairs: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for slot, tensor in zip(self._slots, tensors, strict=True):
-            _copy(slot, tensor)
+            pairs.setdefault(tensor.device, []).append((slot, tensor))
+        for device, of_device in pairs.items():
+            copier = self._copiers.get(device)
+            if copier is None:
+                copier = self._copiers[device] = self._choose_copier(device)
+            begun = copier.begin(of_device)
+            if begun is not None:
+                self._pending.append(begun)
         return list(self._slots)
+
+    def wait(self) -> None:
+        """Return when all copies are complete, and the sources may be written again. Any thread."""
+        for copy in list(self._pending):
+            copy.wait()
+        self._pending = []
 
     def release(self) -> None:
         """Let go of the block. Copies that somebody still holds keep it alive. Idempotent."""
-        self._layout, self._slots, self._size_bytes = (), [], 0
+        self.wait()
+        if self._pinned is not None:
+            unpin_block(self._pinned)
+        self._layout, self._slots, self._size_bytes, self._pinned = None, [], 0, None
 
-    def _cut(self, layout: Layout) -> None:
+    def _cut(self, layout: Layout, *, pins: bool) -> None:
         self.release()  # before the new block is made, so that both are never held
         size_bytes = size_of(layout)
-        self._slots = cut_block(self._make_block(size_bytes), layout)
+        block = self._make_block(size_bytes)
+        if pins:
+            if pin_block(block):
+                self._pinned = block
+            else:
+                _logger.warning("%.1f MB of host memory could not be pinned: copies take longer", size_bytes / 1e6)
+        self._slots = cut_block(block, layout)
         self._layout, self._size_bytes = layout, size_bytes
-        _logger.info("made room for %d tensors, %.1f MB", len(layout), size_bytes / 1e6)
-
-
-def _copy(slot: torch.Tensor, tensor: torch.Tensor) -> None:
-    source = tensor.detach()
-    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-        # As bytes: some dtypes (float4) can't be copied as what they are.
-        if source.dim() == 0:
-            source, slot = source.reshape(1), slot.reshape(1)
-        slot.reshape(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8))
-    else:
-        slot.copy_(source)
+        kind = "pinned" if self._pinned is not None else "plain"
+        _logger.info("made room for %d tensors, %.1f MB of %s memory", len(layout), size_bytes / 1e6, kind)

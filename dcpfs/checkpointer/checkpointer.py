@@ -27,6 +27,7 @@ from torch import nn
 from dcpfs.checkpointer.callbacks import CheckpointCallbacks
 from dcpfs.checkpointer.choices import Access, AsyncMode, WorldSizePolicy
 from dcpfs.checkpointer.config import CheckpointConfig
+from dcpfs.checkpointer.exit_hook import ExitHook
 from dcpfs.checkpointer.groups import close_group, global_rank, make_group
 from dcpfs.checkpointer.layout import DATALOADER, KEYS, MODEL, TRAINER, check_iteration, check_key, rank_file_name
 from dcpfs.checkpointer.load_step import StepLoadReport, Strictness, choose_strictness
@@ -115,12 +116,14 @@ class DistributedCheckpointer:
         self._file_rank = self._share_data_ranks(data_rank)
         self._saving = Ranks()
         self._saver: Saver | None = None
+        self._exit_hook: ExitHook | None = None
         self._preemption = SaveFlag()
         self._verdicts = Verdicts(self._callbacks, self._caller, config.on_save_error, config.max_consecutive_failures)
         self._life = _Life.OPEN
         if self._access is Access.READ_WRITE:
             self._saving = make_group(process_group, timeout_seconds=config.timeout_seconds)
             self._saver = self._make_saver()
+            self._exit_hook = ExitHook(self._saver, config.timeout_seconds)
 
     @property
     def config(self) -> CheckpointConfig:
@@ -429,6 +432,8 @@ class DistributedCheckpointer:
             return
         self._life = _Life.CLOSED
         saver = self._saver
+        if self._exit_hook is not None:
+            self._exit_hook.cancel()
         try:
             if saver is not None:
                 self._verdicts.handle(saver.settle())
@@ -459,6 +464,8 @@ class DistributedCheckpointer:
     def _abandon(self) -> None:
         if self._life is _Life.OPEN:
             self._life = _Life.CLOSED
+            if self._exit_hook is not None:
+                self._exit_hook.cancel()
             if self._saver is not None:
                 self._saver.close()
                 failure = self._saver.failure()

@@ -16,6 +16,7 @@ next `make_room` or `settle`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import os
@@ -36,7 +37,7 @@ from dcpfs.checkpointer.choices import WhenBusy
 from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.save_orders import Joined, Meeting, SaveDone, Started, encode_order
 from dcpfs.checkpointer.save_step import SaveContext
-from dcpfs.checkpointer.saver import SaveOutcome, SaveRequest, busy_error, say_busy
+from dcpfs.checkpointer.saver import SaveOutcome, SaveRequest, busy_error, say_busy, unsettled_error
 from dcpfs.checkpointer.staging import stage_step
 from dcpfs.errors import CheckpointError, ConfigError
 from dcpfs.ranks import Ranks
@@ -84,6 +85,7 @@ class _Flight:
     started_seconds: float
     done: threading.Event = field(default_factory=threading.Event)
     outcome: SaveOutcome | None = None
+    sender: threading.Thread | None = None
 
     def land(self, outcome: SaveOutcome) -> None:
         self.outcome = outcome
@@ -213,7 +215,7 @@ class ProcessSaver:
         return outcomes, True
 
     def submit(self, request: SaveRequest) -> list[SaveOutcome]:
-        """See `Saver`. Returns when the values are copied and the order is sent."""
+        """See `Saver`. Returns when the copies have begun; the order is sent when they are complete."""
         slot = self._idle.pop()
         staged: LocalStep | None = None
         error = request.error
@@ -231,7 +233,12 @@ class ProcessSaver:
             raise RuntimeError("there is neither a step nor an error")
         flight = _Flight(next(_numbers), request.iteration, slot, time.monotonic())
         self._flights.append(flight)
-        self._send(flight, staged, moves_latest=request.moves_latest)
+        send = functools.partial(self._send, self._crew, flight, staged, moves_latest=request.moves_latest)
+        if slot.arena.is_pending:
+            flight.sender = threading.Thread(target=send, name=f"dcpfs-order-{flight.number}")
+            flight.sender.start()
+        else:
+            send()
         return []
 
     def settle(self) -> list[SaveOutcome]:
@@ -242,7 +249,9 @@ class ProcessSaver:
         return outcomes + self._replace_ended()
 
     def wait_for_staging(self) -> None:
-        """See `Saver`. `submit` returns when the copy is made."""
+        """See `Saver`. Copies of host memory are complete when `submit` returns."""
+        for flight in self._flights:
+            flight.slot.arena.wait()
 
     def failure(self) -> BaseException | None:
         """See `Saver`."""
@@ -262,6 +271,17 @@ class ProcessSaver:
         """Process id of this rank's process."""
         return None if self._crew.process is None else self._crew.process.pid
 
+    def drain(self, timeout_seconds: float) -> list[BaseException]:
+        """See `Saver`."""
+        stop_seconds = time.monotonic() + timeout_seconds
+        errors: list[BaseException] = []
+        for flight in self._flights:
+            flight.done.wait(max(0.0, stop_seconds - time.monotonic()))
+            error = unsettled_error(flight.iteration, flight.outcome, timeout_seconds)
+            if error is not None:
+                errors.append(error)
+        return errors
+
     def close(self) -> None:
         """See `Saver`. Saves in flight are waited for: their process ends when it has done them."""
         for flight in self._flights:
@@ -275,9 +295,10 @@ class ProcessSaver:
 
     # --- within
 
-    def _send(self, flight: _Flight, staged: LocalStep, *, moves_latest: bool) -> None:
-        crew, slot = self._crew, flight.slot
+    def _send(self, crew: _Crew, flight: _Flight, staged: LocalStep, *, moves_latest: bool) -> None:
+        slot = flight.slot
         crew.watch(flight)
+        slot.arena.wait()
         if flight.done.is_set() or crew.process is None:
             return
         block = slot.block
@@ -300,6 +321,8 @@ class ProcessSaver:
     def _land(self) -> SaveOutcome:
         """Wait for the oldest save, and agree about what became of it. Collective."""
         flight = self._flights.popleft()
+        if flight.sender is not None:
+            flight.sender.join()
         flight.done.wait()
         self._idle.append(flight.slot)
         outcome = flight.outcome

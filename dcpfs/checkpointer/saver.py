@@ -29,7 +29,17 @@ from dcpfs.checkpointer.staging import stage_step
 from dcpfs.errors import CheckpointError
 from dcpfs.ranks import Ranks
 
-__all__ = ["InlineSaver", "SaveOutcome", "SaveRequest", "Saver", "ThreadSaver", "busy_error", "run_save", "say_busy"]
+__all__ = [
+    "InlineSaver",
+    "SaveOutcome",
+    "SaveRequest",
+    "Saver",
+    "ThreadSaver",
+    "busy_error",
+    "run_save",
+    "say_busy",
+    "unsettled_error",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -108,6 +118,10 @@ class Saver(Protocol):
         """Iterations that are being saved, oldest first. Local."""
         ...
 
+    def drain(self, timeout_seconds: float) -> list[BaseException]:
+        """Wait for everything in flight, and give the errors that nobody has been told of. Local, for an exit hook."""
+        ...
+
     def close(self) -> None:
         """Release memory and threads. Local; after `settle`. Idempotent."""
         ...
@@ -149,6 +163,10 @@ class InlineSaver:
         """Nothing."""
         return ()
 
+    def drain(self, timeout_seconds: float) -> list[BaseException]:  # noqa: ARG002 - the protocol's
+        """Nothing is in flight."""
+        return []
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -166,8 +184,8 @@ class _Flight:
     def start(self) -> None:
         self._thread.start()
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, timeout_seconds: float | None = None) -> None:
+        self._thread.join(timeout_seconds)
 
     def _work(self) -> None:
         self.outcome = self._run()
@@ -202,7 +220,7 @@ class ThreadSaver:
         self._idle: list[Arena] = []
 
     def submit(self, request: SaveRequest) -> list[SaveOutcome]:
-        """See `Saver`. Returns when the values are copied."""
+        """See `Saver`. Returns when the copies have begun."""
         error, staged, arena = request.error, None, self._idle.pop() if self._idle else Arena()
         if error is None and request.step is not None:
             try:
@@ -221,6 +239,7 @@ class ThreadSaver:
         def run() -> SaveOutcome:
             if before is not None:
                 before.join()
+            arena.wait()
             return run_save(ready, self._context, phases)
 
         flight = _Flight(request, arena, run)
@@ -236,7 +255,9 @@ class ThreadSaver:
         return outcomes
 
     def wait_for_staging(self) -> None:
-        """Nothing to wait for: `submit` returns when the copy is made."""
+        """See `Saver`. Copies of host memory are complete when `submit` returns."""
+        for flight in self._flights:
+            flight.arena.wait()
 
     def failure(self) -> BaseException | None:
         """See `Saver`."""
@@ -248,11 +269,25 @@ class ThreadSaver:
         """See `Saver`."""
         return tuple(flight.iteration for flight in self._flights if flight.outcome is None)
 
+    def drain(self, timeout_seconds: float) -> list[BaseException]:
+        """See `Saver`."""
+        stop_seconds = time.monotonic() + timeout_seconds
+        errors: list[BaseException] = []
+        for flight in self._flights:
+            flight.join(max(0.0, stop_seconds - time.monotonic()))
+            error = unsettled_error(flight.iteration, flight.outcome, timeout_seconds)
+            if error is not None:
+                errors.append(error)
+        return errors
+
     def close(self) -> None:
         """See `Saver`."""
         for flight in self._flights:
             flight.join()
+            flight.arena.release()
         self._flights.clear()
+        for arena in self._idle:
+            arena.release()
         self._idle.clear()
 
     def make_room(self, iteration: int) -> tuple[list[SaveOutcome], bool]:
@@ -286,6 +321,13 @@ class ThreadSaver:
             if error is not outcome.error:
                 return SaveOutcome(outcome.iteration, None, error, outcome.seconds, outcome.phases)
         return outcome
+
+
+def unsettled_error(iteration: int, outcome: SaveOutcome | None, timeout_seconds: float) -> BaseException | None:
+    """Why a save that nobody asked about is to be spoken of when the process ends."""
+    if outcome is None:
+        return CheckpointError(f"the save of iteration {iteration} did not end within {timeout_seconds:.0f} s")
+    return outcome.error
 
 
 def busy_error(iteration: int, others: Sequence[int], url: str) -> CheckpointError:

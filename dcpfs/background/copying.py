@@ -1,0 +1,121 @@
+"""Copies from tensors into host memory, by device.
+
+Problem: a copy from a GPU that is waited for stops training for its whole time; one that is not waited for, on the
+stream that computes, is overtaken by the next write to the parameters, or from memory that is not pinned waits all the
+same without saying so.
+
+Way taken: host tensors are copied at once, by torch's own threads. Those of a GPU on a stream of their own, which
+begins after what the compute stream has been given so far; one event marks the end. Whoever writes the parameters
+again, and whoever reads the copies, waits for it. The allocator is told that the stream reads the sources, so their
+memory is not handed out while it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = [
+    "Copier",
+    "CopyToHost",
+    "CudaCopier",
+    "HostCopier",
+    "copier_for",
+    "copy_value",
+    "pin_block",
+    "unpin_block",
+]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Where to (row-major host memory), and what."""
+
+
+class CopyToHost(Protocol):
+    """Copies that have begun."""
+
+    def wait(self) -> None:
+        """Return when they are complete. Any thread; again at no cost."""
+        ...
+
+
+class Copier(Protocol):
+    """Copies tensors of one device. Belongs to the thread that computes on it."""
+
+    def begin(self, pairs: Sequence[Pair]) -> CopyToHost | None:
+        """Begin to copy; None: they are complete."""
+        ...
+
+
+class HostCopier:
+    """Copies host tensors, in the call."""
+
+    def begin(self, pairs: Sequence[Pair]) -> CopyToHost | None:
+        """Copy."""
+        for slot, tensor in pairs:
+            copy_value(slot, tensor, non_blocking=False)
+        return None
+
+
+class _CudaCopy:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaCopier:
+    """Copies tensors of one GPU, on a stream of its own.
+
+    Args:
+        device: Of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's has no annotations
+
+    def begin(self, pairs: Sequence[Pair]) -> CopyToHost | None:
+        """Begin, after what the current stream has been given so far."""
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for slot, tensor in pairs:
+                copy_value(slot, tensor, non_blocking=True)
+                tensor.record_stream(stream)
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's has no annotations
+            event.record(stream)
+        return _CudaCopy(event)
+
+
+def copier_for(device: torch.device) -> Copier:
+    """The copier for tensors of a device."""
+    return CudaCopier(device) if device.type == "cuda" else HostCopier()
+
+
+def copy_value(slot: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool) -> None:
+    """Copy the value of a tensor into a row-major slot of its shape and dtype."""
+    source = tensor.detach()
+    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        # As bytes: some dtypes (float4) can't be copied as what they are.
+        slot.reshape(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8), non_blocking=non_blocking)
+    else:
+        slot.copy_(source, non_blocking=non_blocking)
+
+
+def pin_block(block: torch.Tensor) -> bool:
+    """Lock a block of host memory for fast copies from a GPU. False: it can't be, and copies are slower.
+
+    Local; the block must be unpinned before its memory goes.
+    """
+    if block.numel() == 0 or not torch.cuda.is_available():
+        return False
+    result = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)  # type: ignore[no-untyped-call]
+    return int(result) == 0
+
+
+def unpin_block(block: torch.Tensor) -> None:
+    """Undo `pin_block`."""
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]  # as above
