@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 from dcpfs.checkpointer.choices import WorldSizePolicy
 from dcpfs.checkpointer.layout import DATALOADER, MODEL, TRAINER
 from dcpfs.checkpointer.manifest import Manifest
+from dcpfs.checkpointer.model_state import list_names
 from dcpfs.checkpointer.part_loading import Fit, KeyLoading, all_placed, check_part, names_not_placed
 from dcpfs.checkpointer.phases import Phase, Phases
 from dcpfs.checkpointer.rank_file_loading import RankFileLoading, ReshardHook
@@ -39,7 +41,7 @@ from dcpfs.dcp.delivery import FetchTotals
 from dcpfs.dcp.matching import describe_mismatches, key_mismatch_error
 from dcpfs.dcp.replicas import SharedWants, share_wants
 from dcpfs.dcp.source import CheckpointSource
-from dcpfs.errors import CheckpointError, DcpfsError
+from dcpfs.errors import CheckpointError, CheckpointNotFoundError, DcpfsError
 from dcpfs.format.collector import paused_collector
 from dcpfs.ranks import Ranks, portable_error
 from dcpfs.storage.location import Location
@@ -190,6 +192,7 @@ def load_step(
         KeyMismatchError: A key or a part of it is missing, unexpected or mismatched. Nothing was changed.
         CorruptCheckpointError: A checksum, size or structure is wrong. ``written_keys`` says what was changed.
         IncompleteCheckpointError: A file is missing.
+        CheckpointNotFoundError: Nothing of what was asked for is there.
         UntrustedDataError: A class is outside the allow-list.
         StorageError: The store failed.
         CheckpointError: A part did not take its state; chained.
@@ -252,6 +255,7 @@ class _StepLoad:
         self._states: dict[str, object] = {}
         self._written: set[str] = set()
         self._totals = FetchTotals()
+        self._started_seconds = time.monotonic()
 
     def run(self, parts: Mapping[str, object], manifest: Manifest | None) -> StepLoadReport:
         with self._phases.phase("load metadata") as phase:
@@ -317,6 +321,10 @@ class _StepLoad:
                 _logger.warning("%s has no %r; what was passed for it is left as it is", self._step, key)
             else:
                 fatal.append(key)
+        if fatal and not held:
+            raise CheckpointNotFoundError(
+                f"no checkpoint at {self._step}: it has no {' and no '.join(map(repr, fatal))}; check the URL"
+            )
         if fatal:
             raise key_mismatch_error(
                 self._step.redacted,
@@ -426,8 +434,7 @@ class _StepLoad:
 
     def _log_fit(self, fits: Sequence[Mapping[str, Fit]]) -> None:
         for key, loading in self._loadings.items():
-            for name, reason in loading.left_out.items():
-                _logger.info("loading %s: %r is left out: %s", self._url_of(key), name, reason)
+            self._log_left_out(key, loading)
         if not self._ranks.is_coordinator:
             return
         for key in self.keys:
@@ -442,6 +449,15 @@ class _StepLoad:
                 _logger.log(level, "loading %s in part: %s", self._url_of(key), text)
         if self._stored.left:
             _logger.info("%s also holds %s, which nobody asked for", self._step, ", ".join(self._stored.left))
+
+    def _log_left_out(self, key: str, loading: KeyLoading) -> None:
+        """What a part knows and leaves: of a trainer's states of other ranks nobody needs to hear."""
+        names_by_reason: dict[str, list[str]] = {}
+        for name, reason in loading.left_out.items():
+            names_by_reason.setdefault(reason, []).append(name)
+        level = logging.DEBUG if key == TRAINER else logging.WARNING
+        for reason, names in names_by_reason.items():
+            _logger.log(level, "loading %s leaves out %s: %s", self._url_of(key), list_names(names), reason)
 
     # --- bytes
 
@@ -555,7 +571,7 @@ class _StepLoad:
             self._totals.needed_bytes,
             self._totals.moved_bytes,
             self._totals.requests,
-            sum(record.seconds for record in self._phases.records),
+            time.monotonic() - self._started_seconds,
         )
         _logger.info(
             "loaded %s from %s (rank %d): %s; %d bytes moved in %d requests",

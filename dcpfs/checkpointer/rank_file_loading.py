@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import cast
 
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcpfs.checkpointer.choices import WorldSizePolicy
+from dcpfs.checkpointer.groups import global_rank
 from dcpfs.checkpointer.rank_state import RankResize, decode_rank_state
 from dcpfs.checkpointer.stored_step import StoredStep
 from dcpfs.config import Trust
@@ -28,6 +30,7 @@ from dcpfs.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     ObjectNotFoundError,
+    UntrustedDataError,
 )
 from dcpfs.format.checksum import crc32
 from dcpfs.ranks import Ranks
@@ -36,6 +39,8 @@ from dcpfs.storage.store import Store
 __all__ = ["RankFileLoading", "ReshardHook"]
 
 _logger = logging.getLogger(__name__)
+
+_AT_ONCE = 16
 
 ReshardHook = Callable[[Mapping[int, object], RankResize], object]
 """Makes a rank's state of those of all ranks that saved, by their rank."""
@@ -71,7 +76,8 @@ class RankFileLoading:
         self._key = key
         self._part = part
         self._stored = stored
-        self._ranks = ranks
+        self._rank = global_rank(ranks)
+        self._world_size = ranks.world_size
         self._requested = requested
         self._policy = policy
         self._url = url
@@ -86,36 +92,48 @@ class RankFileLoading:
             CorruptCheckpointError: It is not what was saved.
             UntrustedDataError: It holds a class outside the allow-list.
         """
+        try:
+            self._read(store, trust)
+        except UntrustedDataError as error:
+            if self._requested:
+                raise
+            _logger.warning("%s; nobody has passed a part for %r, so it is left out", error, self._key)
+
+    def _read(self, store: Store, trust: Trust) -> None:
         names = self._stored.rank_files[self._key]
-        world_size = self._stored.world_size if self._stored.world_size is not None else len(names)
-        if world_size != self._ranks.world_size:
+        world_size = self._stored.world_size
+        if world_size is None:
+            world_size = max(names) + 1
+        if world_size != self._world_size:
             self._resize(store, names, world_size, trust)
             return
-        name = names.get(self._ranks.rank)
+        name = names.get(self._rank)
         if name is not None:
-            self._state = self._load(store, name, trust)
+            self._state = self._decode(self._get(store, name), name, trust)
             self.found = True
         elif self._part is not None:
-            text = f"loading {self._key!r} from {self._url}: the step has no file of rank {self._ranks.rank} for it"
+            text = f"loading {self._key!r} from {self._url}: the step has no file of rank {self._rank} for it"
             if not self._stored.is_foreign:
                 raise CheckpointError(
                     f"{text}, which did not pass one when it was saved; leave it out with keys_not_to_resume",
-                    rank=self._ranks.rank,
+                    rank=self._rank,
                 )
             _logger.warning("%s; it is left as it is", text)
 
     def _resize(self, store: Store, names: Mapping[int, str], world_size: int, trust: Trust) -> None:
         policy = self._policy
         if not isinstance(policy, WorldSizePolicy):
-            loaded: dict[str, object] = {name: self._load(store, name, trust) for name in dict.fromkeys(names.values())}
-            states = {rank: loaded[name] for rank, name in names.items()}
-            resize = RankResize(self._ranks.rank, self._ranks.world_size, world_size)
+            files = list(dict.fromkeys(names.values()))
+            with ThreadPoolExecutor(min(_AT_ONCE, len(files)), "dcpfs-rank-files") as pool:
+                contents = list(pool.map(lambda name: self._get(store, name), files))
+            # Decoded apart for each rank, so that a hook may change them.
+            data = dict(zip(files, contents, strict=True))
+            states = {rank: self._decode(data[name], name, trust) for rank, name in names.items()}
+            resize = RankResize(self._rank, self._world_size, world_size)
             self._state = policy(states, resize)
             self.found = True
             return
-        text = (
-            f"loading {self._key!r} from {self._url}: {world_size} ranks saved it and {self._ranks.world_size} load it"
-        )
+        text = f"loading {self._key!r} from {self._url}: {world_size} ranks saved it and {self._world_size} load it"
         if policy is WorldSizePolicy.ERROR and self._requested:
             raise CheckpointError(
                 f"{text}, so no rank's state fits; give on_world_size_change a function that makes new states of the "
@@ -123,7 +141,7 @@ class RankFileLoading:
             )
         _logger.warning("%s; it is left as it is", text)
 
-    def _load(self, store: Store, name: str, trust: Trust) -> object:
+    def _get(self, store: Store, name: str) -> bytes:
         try:
             data = store.get(name)
         except BucketNotFoundError:
@@ -142,6 +160,9 @@ class RankFileLoading:
                 file=name,
                 key=self._key,
             )
+        return data
+
+    def _decode(self, data: bytes, name: str, trust: Trust) -> object:
         return decode_rank_state(data, trust=trust, url=f"{self._url}/{name}")
 
     def apply(self) -> object:

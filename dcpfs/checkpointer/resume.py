@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from dcpfs.checkpointer.choices import WorldSizePolicy
 from dcpfs.checkpointer.completeness import StepStatus, share_files, verify_step
 from dcpfs.checkpointer.discovery import Found, Place, StepSearch, check_location, list_steps
-from dcpfs.checkpointer.layout import KEYS, MODEL, OPTIM, SCHEDULER
+from dcpfs.checkpointer.layout import KEYS, MODEL, OPTIM, SCHEDULER, TRAINER
 from dcpfs.checkpointer.load_step import StepLoadReport, Strictness, load_step
 from dcpfs.checkpointer.manifest import Manifest
 from dcpfs.checkpointer.phases import Phases
@@ -302,7 +302,7 @@ class ResumeSearch:
             iteration,
             keys,
             tuple(each for each in keys if each not in KEYS and each in held),
-            frozenset({OPTIM} if origin is Origin.WARM_START else ()),
+            _optional_keys(origin, status),
             location,
             {} if key is None else {key: ""},
             status.iteration,
@@ -425,6 +425,12 @@ def load_with_fallback(
                 raise none_left from error
         else:
             return plan, report
+
+
+def _optional_keys(origin: Origin, status: StepStatus) -> frozenset[str]:
+    """A warm start goes without an optimizer, and another tool's step need not know what a trainer is."""
+    optional = {OPTIM} if origin is Origin.WARM_START else set()
+    return frozenset(optional | {TRAINER} if status.foreign else optional)
 
 
 def _add_written(error: Exception, written: dict[str, None]) -> None:
