@@ -72,6 +72,7 @@ class CheckpointIndex:
         paths: torch's ``planner_data``: FQN to the path of string keys and list positions, where it has one.
         save_id: Id of the save, or None.
         written_by_dcpfs: The records come from dcpfs's own index.
+        file_sizes: What `data_files` gives, where that is known already; whoever changes ``records`` clears it.
     """
 
     records: dict[str, TensorRecord | BytesRecord]
@@ -79,9 +80,12 @@ class CheckpointIndex:
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     save_id: str | None = None
     written_by_dcpfs: bool = False
+    file_sizes: dict[str, int] | None = field(default=None, compare=False, repr=False)
 
     def data_files(self) -> dict[str, int]:
         """Each data file and the least size it must have, in bytes."""
+        if self.file_sizes is not None:
+            return dict(self.file_sizes)
         sizes: dict[str, int] = {}
         for record in self.records.values():
             locations = [record.location] if isinstance(record, BytesRecord) else [c.location for c in record.chunks]
