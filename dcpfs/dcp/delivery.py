@@ -135,7 +135,7 @@ class Delivery:
     def _read_staged(self, request: Request[Landing], tail: int) -> None:
         begin = request.start
         with self._scratch.borrow(tail - begin) as scratch:
-            self._read_into(request.segments[0].destination.key, request.file, begin, [scratch])
+            self._read_into(request.segments[0].destination.key, request.file, begin, [scratch], tail)
             for start, stop, landing, position in request.segments:
                 landing.accept(position, scratch[start - begin : stop - begin])
         self._report(tail - begin)
@@ -147,7 +147,8 @@ class Delivery:
         with self._scratch.borrow(_scratch_bytes(request)) as scratch:
             used = 0
             for start, stop, landing, position in request.segments:
-                _fill_gap(buffers, start - at)
+                if start > at:
+                    _fill_gap(buffers, start - at)
                 window = landing.window(position, stop - start) if position >= 0 else None
                 if window is None:
                     view = scratch[used : used + stop - start]
@@ -160,7 +161,7 @@ class Delivery:
                 at = stop
             _fill_gap(buffers, tail - at)
             try:
-                self._read_into(request.segments[0].destination.key, request.file, request.start, buffers)
+                self._read_into(request.segments[0].destination.key, request.file, request.start, buffers, tail)
             except IncompleteCheckpointError:
                 raise
             except BaseException:  # some of it may have arrived
@@ -173,7 +174,7 @@ class Delivery:
                     landing.accept(position, view)
         self._report(tail - request.start)
 
-    def _read_into(self, key: str, file: str, start: int, buffers: list[memoryview]) -> None:
+    def _read_into(self, key: str, file: str, start: int, buffers: list[memoryview], stop: int) -> None:
         try:
             self._store.read_into(file, start, buffers)
         except TransferSizeError as error:
@@ -183,10 +184,9 @@ class Delivery:
             ) from error
         except ObjectNotFoundError as error:
             raise self._missing(key, file) from error
-        size_bytes = sum(len(buffer) for buffer in buffers)
         with self._progress:
             self.totals.requests += 1
-            self.totals.moved_bytes += size_bytes
+            self.totals.moved_bytes += stop - start
 
     def _size_task(self, key: str, file: str, recorded_bytes: int) -> Callable[[], None]:
         def check() -> None:

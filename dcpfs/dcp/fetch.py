@@ -45,6 +45,7 @@ from dcpfs.dcp.landing import (
     MemoryLanding,
     ObjectLanding,
     PayloadCheck,
+    TensorLanding,
     TensorWant,
     is_plain_memory,
 )
@@ -71,6 +72,7 @@ _WHOLE_ENTRY_BYTES = 1 * _MIB
 """Another writer's entry up to this size is read whole; a header request costs a round trip, as long as 1.6 MB."""
 
 _make_segment = functools.partial(tuple.__new__, Segment)
+_make_landing = functools.partial(tuple.__new__, TensorLanding)
 
 
 class Fetch:
@@ -108,6 +110,7 @@ class Fetch:
         self._transformed: dict[tuple[str, int], list[TensorWant]] = {}
         self._objects: list[tuple[str, EntryLocation]] = []
         self._wants: list[TensorWant] = []
+        self._sizes_bytes: list[int] = []
         self._devices: set[torch.device] = set()
         self._delivery = Delivery(
             store,
@@ -180,7 +183,8 @@ class Fetch:
     # --- planning -------------------------------------------------------------------------------------------------
 
     def _choose_limits(self) -> RequestLimits:
-        needed = sum(math.prod(want.lengths) * want.dtype.itemsize for want in self._wants)
+        self._sizes_bytes = [math.prod(want.lengths) * want.dtype.itemsize for want in self._wants]
+        needed = sum(self._sizes_bytes)
         for wants in self._foreign.values():
             needed += sum(math.prod(want.lengths) * want.dtype.itemsize for want in wants)
         for wants in self._transformed.values():
@@ -200,11 +204,14 @@ class Fetch:
         )
 
     def _place(self, limits: RequestLimits) -> None:
-        for want in self._wants:
-            self._place_want(want, limits)
+        verify = self._context.verify
+        for want, size_bytes in zip(self._wants, self._sizes_bytes, strict=True):
+            if want.resident:
+                self._place_resident(want, size_bytes, verify)
+            else:
+                self._place_want(want, limits)
         for wants in self._transformed.values():
             self._place_entry(wants)
-        verify = self._context.verify
         for key, location in self._objects:
             target = self.objects
             if location.length_bytes == 0:
@@ -217,8 +224,20 @@ class Fetch:
                 landing_ = ObjectLanding(self._context, key, location.file, target, location.crc32 if verify else -1)
             self._add(location.file, location.offset_bytes, _end(location), landing_, -1)
 
+    def _place_resident(self, want: TensorWant, size_bytes: int, verify: bool) -> None:
+        """The same as `_place_want` for nearly all tensors, in a third of the time."""
+        if size_bytes == 0:
+            return
+        key, _, _, (file, offset_bytes, _, payload_offset_bytes, crc, _), _, _, target, _ = want
+        start = offset_bytes + payload_offset_bytes
+        landing = _make_landing((key, file, self._context, target, size_bytes, start, crc if verify else -1))
+        segments = self._segments.get(file)
+        if segments is None:
+            segments = self._segments[file] = []
+        segments.append(_make_segment((start, start + size_bytes, landing, 0)))
+
     def _place_want(self, want: TensorWant, limits: RequestLimits) -> None:
-        key, dtype, sizes, location, _, lengths, target = want
+        key, dtype, sizes, location, _, lengths, target, _ = want
         file, offset_bytes, _, payload_offset_bytes, crc, _ = location
         base = offset_bytes + payload_offset_bytes
         view = resident_bytes(target) if lengths == sizes and target.dtype is dtype else None

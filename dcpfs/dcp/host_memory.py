@@ -28,7 +28,16 @@ from collections import deque
 
 import torch
 
-__all__ = ["HostBuffer", "HostStaging", "flat_bytes", "resident_bytes", "tensor_bytes", "to_host"]
+__all__ = [
+    "HostBuffer",
+    "HostStaging",
+    "flat_bytes",
+    "is_resident",
+    "known_bytes",
+    "resident_bytes",
+    "tensor_bytes",
+    "to_host",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -66,22 +75,26 @@ def resident_bytes(tensor: torch.Tensor) -> memoryview | None:
 
     One look at each attribute: for thousands of small tensors that is what counts.
     """
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg():
-        return None
-    if tensor.dtype.is_complex and tensor.is_conj():
-        return None
-    return _memory_of(tensor)
+    return _memory_of(tensor) if tensor.is_contiguous() and is_resident(tensor) else None
 
 
-def _memory_of(tensor: torch.Tensor) -> memoryview:
-    size_bytes = tensor.nbytes
-    if size_bytes == 0:
-        return memoryview(bytearray())
+def is_resident(tensor: torch.Tensor) -> bool:
+    """True when CPU memory holds the values of a dense tensor as they are, in whatever order."""
+    return tensor.is_cpu and not tensor.is_neg() and not (tensor.dtype.is_complex and tensor.is_conj())
+
+
+def known_bytes(tensor: torch.Tensor, size_bytes: int) -> memoryview:
+    """What `resident_bytes` shows, of a tensor that is known to be such and to have that many bytes, not 0."""
     address = tensor.data_ptr()
     if address == 0:
         raise ValueError(f"{_kind(tensor)} has no memory of its own")
     view: memoryview = _view_of_memory(address, size_bytes, _PY_BUF_WRITE)
     return view
+
+
+def _memory_of(tensor: torch.Tensor) -> memoryview:
+    size_bytes = tensor.nbytes
+    return known_bytes(tensor, size_bytes) if size_bytes else memoryview(bytearray())
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ bytes are still in the cache. Pieces arrive in any order, from any thread; the l
 
 ::
 
-    MemoryLanding   row-major CPU memory of the stored dtype: filled directly
+    TensorLanding   a whole row-major CPU tensor of the stored dtype: filled directly
+    MemoryLanding   a part of one, or one whose checksum comes later: filled directly
     BlockLanding    anything else: strided, on a device, cast, or a slice that comes with gaps
     EntryLanding    an entry that can only be understood whole: another writer's small one, or a compressed one
     ObjectLanding   the bytes of a non-tensor value
@@ -26,6 +27,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from dcpfs.dcp.host_memory import known_bytes
 from dcpfs.dcp.read_plan import Block
 from dcpfs.errors import CorruptCheckpointError
 from dcpfs.format.checksum import crc32, crc32_combine
@@ -40,12 +42,14 @@ __all__ = [
     "MemoryLanding",
     "ObjectLanding",
     "PayloadCheck",
+    "TensorLanding",
     "TensorWant",
     "copy_exact",
     "flat_elements",
     "is_plain_memory",
 ]
 
+MISMATCH = "the checksum does not match"
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of an element's width: not every dtype has a copy of its own, and bits travel exactly."""
 
@@ -61,6 +65,8 @@ class TensorWant(NamedTuple):
         offsets: Origin of the box in the chunk.
         lengths: Shape of the box, and of ``target``.
         target: Detached tensor to fill; any device, strides and dtype (the caller has allowed the cast).
+        resident: The box is the whole chunk, and row-major CPU memory of the stored dtype holds the target's values:
+            who made the want has looked, so that nobody needs to look again.
     """
 
     key: str
@@ -70,6 +76,7 @@ class TensorWant(NamedTuple):
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     target: torch.Tensor
+    resident: bool = False
 
     @property
     def whole(self) -> bool:
@@ -85,11 +92,13 @@ class LandingContext:
         url: Redacted URL of the checkpoint, for errors.
         verify: Checksums are compared.
         written: Keys whose memory was written to, whole or in part.
+        checks: For each tensor that arrives in pieces what is known of its checksum, by the place of its payload.
     """
 
     url: str
     verify: bool
     written: set[str] = field(default_factory=set)
+    checks: dict[tuple[str, int], PayloadCheck] = field(default_factory=dict)
 
     def corrupt(self, key: str, file: str, what: str) -> CorruptCheckpointError:
         """The error for bytes that are not what was saved."""
@@ -160,7 +169,60 @@ class PayloadCheck:
         for _, size_bytes, crc in pieces:
             total = crc32_combine(total, crc, size_bytes)
         if total != self._expected:
-            raise self._context.corrupt(self._key, self._file, "the checksum does not match")
+            raise self._context.corrupt(self._key, self._file, MISMATCH)
+
+
+class TensorLanding(NamedTuple):
+    """A whole row-major CPU tensor that holds the bytes as they are stored, of which there may be tens of thousands.
+
+    So it is made in one step, and its memory is looked up when its bytes arrive, in the thread that brings them.
+
+    Attributes:
+        key: State key.
+        file: File of the entry.
+        context: The load.
+        target: The tensor.
+        size_bytes: Its size, not 0.
+        start_bytes: Start of the payload in the file.
+        expected: Its CRC-32, or -1.
+    """
+
+    key: str
+    file: str
+    context: LandingContext
+    target: torch.Tensor
+    size_bytes: int
+    start_bytes: int
+    expected: int
+
+    def window(self, position: int, size_bytes: int) -> memoryview | None:
+        """Part of the memory itself."""
+        view = known_bytes(self.target, self.size_bytes)
+        return view if size_bytes == self.size_bytes else view[position : position + size_bytes]
+
+    def arrived(self, position: int, view: memoryview) -> None:
+        """Check bytes that were put into a window."""
+        key, file, context, _, size_bytes, start_bytes, expected = self
+        context.written.add(key)
+        if expected < 0:
+            return
+        if len(view) == size_bytes:
+            if crc32(view) != expected:
+                raise context.corrupt(key, file, MISMATCH)
+            return
+        with _starting:
+            check = context.checks.get((file, start_bytes))
+            if check is None:
+                check = PayloadCheck(context, key, file, size_bytes, expected)
+                context.checks[file, start_bytes] = check
+        check.add(position, len(view), crc32(view))
+
+    def accept(self, position: int, source: memoryview) -> None:
+        """Copy bytes into the memory, and check them."""
+        size_bytes = len(source)
+        view = known_bytes(self.target, self.size_bytes)
+        view[position : position + size_bytes] = source
+        self.arrived(position, source)
 
 
 class MemoryLanding:
@@ -204,7 +266,7 @@ class MemoryLanding:
         elif self._expected >= 0:
             if len(view) == len(self._view):
                 if crc32(view) != self._expected:
-                    raise self._context.corrupt(self.key, self.file, "the checksum does not match")
+                    raise self._context.corrupt(self.key, self.file, MISMATCH)
             else:
                 self._start_check().add(position, len(view), crc32(view))
 

@@ -23,6 +23,7 @@ import torch
 from dcpfs import torch_private
 from dcpfs.config import CastPolicy
 from dcpfs.dcp.casting import allows_cast
+from dcpfs.dcp.host_memory import is_resident
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.read_plan import intersect_boxes
 from dcpfs.errors import CorruptCheckpointError, KeyMismatchError
@@ -98,7 +99,7 @@ def match_state(
             elif isinstance(leaf, torch.Tensor):
                 match.mismatched[key] = "a tensor in the state, an empty container in the checkpoint"
             continue
-        if isinstance(leaf, torch.Tensor) and type(leaf) in _PLAIN and isinstance(record, TensorRecord):
+        if type(leaf) in _PLAIN and isinstance(leaf, torch.Tensor) and isinstance(record, TensorRecord):
             want = _plain_want(key, leaf, record)
             if want is not None:
                 loaded.append(key)
@@ -129,14 +130,16 @@ def _plain_want(key: str, leaf: torch.Tensor, record: TensorRecord) -> TensorWan
     The same as what follows, for nearly all tensors, in a third of the time.
     """
     dtype, shape, chunks = record
-    if leaf.dtype is not dtype or leaf.shape != shape or len(chunks) != 1:
+    if len(chunks) != 1 or leaf.dtype is not dtype or leaf.shape != shape or leaf.layout is not torch.strided:
         return None
     offsets, sizes, location = chunks[0]
-    if sizes != shape or leaf.layout is not torch.strided or leaf.is_meta or not leaf.is_contiguous():
+    if (sizes is not shape and sizes != shape) or not leaf.is_contiguous():
         return None
-    if torch_private.global_shape(leaf) is not None:
+    resident = is_resident(leaf)
+    if (not resident and leaf.is_meta) or torch_private.global_shape(leaf) is not None:
         return None
-    return _make_want((key, dtype, shape, location, offsets, shape, leaf.detach() if leaf.requires_grad else leaf))
+    target = leaf.detach() if leaf.requires_grad else leaf
+    return _make_want((key, dtype, shape, location, offsets, shape, target, resident))
 
 
 _make_want = partial(tuple.__new__, TensorWant)

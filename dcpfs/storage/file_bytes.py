@@ -51,7 +51,8 @@ _O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 def read_at(fd: int, start: int, buffers: Sequence[memoryview]) -> int:
     """Fill writable buffers with a file's bytes from ``start`` on; returns how many there were."""
-    return _move(os.preadv, fd, start, [view.cast("B") for view in buffers if view.nbytes])
+    views = [view if view.format == "B" else view.cast("B") for view in buffers if view.nbytes]
+    return _move(os.preadv, fd, start, views)
 
 
 def write_at(fd: int, start: int, buffers: Sequence[Buffer]) -> None:
