@@ -1,4 +1,14 @@
-"""The plans of the last exchange, for as long as the structure of the state stays the same."""
+"""The plans of the last exchange, for as long as the structure of the state stays the same.
+
+Problem: planning is most of what ranks say to each other, and comes out the same at nearly every save (case 74). torch
+keeps plans in class attributes, which two planners of one process share, compares them without their dtypes, and keeps
+them after a failure.
+
+Way taken: one object per checkpointer and process. A rank compares the digest of its structure (`LocalStep.digest`)
+with that of the exchange it remembers. Whether all ranks may use what they remember, they find out together: each
+brings a token, the number of that exchange or 0, and only where all tokens are equal and above 0 do the plans fit each
+other. After a failure of any kind nobody remembers anything.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +27,38 @@ class PlanCache:
 
     def __init__(self) -> None:
         self._digest: int | None = None
-        self._assigned = b""
+        self._exchange_id = 0
+        self._plans: dict[str, SavePlan] = {}
         self._planned: GlobalPlan | None = None
 
     def token(self, step: LocalStep) -> int:
         """A number above 0 that is equal on all ranks when all remember one exchange that fits; else 0."""
-        return exchange_id_of(self._assigned) if self.matches(step) else 0
+        return self._exchange_id if self.matches(step) else 0
 
     def matches(self, step: LocalStep) -> bool:
         """True when this rank's structure is that of the exchange."""
         return self._digest == step.digest
 
     def remember(self, step: LocalStep, assigned: bytes, planned: GlobalPlan | None) -> None:
-        """Keep an exchange.
+        """Keep an exchange, until the next one or `drop`.
 
         Args:
             step: What this rank brought.
             assigned: What it got.
             planned: At the coordinator, all of it.
         """
-        self._digest, self._assigned, self._planned = step.digest, assigned, planned
+        self._plans = decode_assigned(assigned, step)
+        self._digest, self._exchange_id, self._planned = step.digest, exchange_id_of(assigned), planned
 
     def assigned(self, step: LocalStep) -> dict[str, SavePlan]:
-        """What this rank writes, by key."""
-        return decode_assigned(self._assigned, step)
+        """What this rank writes, by key: the very plans of the exchange, since items name values and hold none.
+
+        Raises:
+            ValueError: The step has another structure.
+        """
+        if not self.matches(step):
+            raise ValueError("the plans that are remembered are of another structure")
+        return dict(self._plans)
 
     @property
     def planned(self) -> GlobalPlan | None:
@@ -55,4 +73,4 @@ class PlanCache:
 
     def drop(self) -> None:
         """Forget. After any failure, on all ranks."""
-        self._digest, self._assigned, self._planned = None, b"", None
+        self._digest, self._exchange_id, self._plans, self._planned = None, 0, {}, None

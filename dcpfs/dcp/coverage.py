@@ -26,6 +26,8 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box], *, complete: bool) ->
         boxes: Its chunks.
         complete: They must cover all of it (False: chunks of other ranks are not known here).
     """
+    if _is_cut_once(shape, boxes):
+        return None
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or any(
             offset < 0 or size < 0 or offset + size > whole
@@ -44,6 +46,28 @@ def find_fault(shape: Sequence[int], boxes: Sequence[Box], *, complete: bool) ->
     if complete and volume != math.prod(shape):
         return f"its chunks hold {volume} of {math.prod(shape)} elements"
     return None
+
+
+def _is_cut_once(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """True for slices along one dimension, in order, that make up the whole. So is nearly every tensor that is cut."""
+    if not boxes or not shape:
+        return False
+    first = boxes[0][1]
+    if len(first) != len(shape):
+        return False
+    cut = next((dim for dim, size in enumerate(first) if size != shape[dim]), 0)
+    before, after = [0] * cut, [0] * (len(shape) - cut - 1)
+    rest_before, rest_after = list(shape[:cut]), list(shape[cut + 1 :])
+    stop = 0
+    for offsets, sizes in boxes:
+        if offsets[cut] != stop or sizes[cut] < 0:
+            return False
+        stop += sizes[cut]
+        if cut and (list(offsets[:cut]) != before or list(sizes[:cut]) != rest_before):
+            return False
+        if list(offsets[cut + 1 :]) != after or list(sizes[cut + 1 :]) != rest_after:
+            return False
+    return stop == shape[cut]
 
 
 def _find_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:

@@ -224,6 +224,9 @@ class SavePlanner(TorchSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The local tensor of an item, no copy; or an object as the bytes of its entry."""
         index = write_item.index
+        held = self._plain.get(index.fqn)
+        if held is not None:
+            return held
         if write_item.type is WriteItemType.BYTE_IO:
             encoded = self._objects.pop(index.fqn, None)
             return io.BytesIO(self._encode(index.fqn, self._state[index.fqn]) if encoded is None else encoded)
@@ -288,9 +291,9 @@ class SavePlanner(TorchSavePlanner):
         return items, digests
 
     def _encode(self, fqn: str, value: object) -> bytes:
-        if type(value) not in _SCALARS:
+        if type(value) not in _SCALARS and not (type(value) is tuple and all(type(each) in _SCALARS for each in value)):
             return encode_object(value, key=fqn, trust=self._trust)
-        # Optimizers repeat the same few numbers in each group; -0.0 and 0.0 are equal and not the same.
+        # Optimizers repeat the same few numbers in each group; -0.0 and 0.0, 1 and True are equal and not the same.
         known = (type(value), repr(value))
         encoded = self._scalars.get(known)
         if encoded is None:
