@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dcpfs.checkpointer.choices import WorldSizePolicy
 from dcpfs.checkpointer.load_step import load_step
@@ -353,3 +353,34 @@ def fall_back(verify: bool) -> tuple[int, dict[str, int]]:
 @pytest.mark.parametrize("verify", [False, True])
 def test_case_113_all_ranks_fall_back_together(*, verify: bool) -> None:
     assert run_ranks(fall_back, 2, verify) == [(1, {"at": 1})] * 2
+
+
+def read_slices(replicas: ReplicaReads) -> tuple[int, int]:
+    """A tensor that one rank saved whole, loaded in two halves; and one that both need whole."""
+    ranks = Ranks.current()
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    with folder() as root:
+        state: dict[str, object] = {"w": torch.arange(1 << 20).float(), "shared": torch.ones(1 << 18)}
+        step = make_step(root, 1, {"model": state}, ranks=ranks)
+        half = distribute_tensor(torch.zeros(1 << 20), mesh, [Shard(0)])
+        shared = torch.zeros(1 << 18)
+        report = load_step(
+            {"model": {"w": half, "shared": shared}},
+            step,
+            keys=["model"],
+            manifest=manifest_of(step, ranks),
+            ranks=ranks,
+            replicas=replicas,
+        )
+        assert torch.equal(half.to_local(), torch.arange(1 << 20).float().chunk(2)[ranks.rank])
+        assert shared.sum() == 1 << 18
+        return report.read_bytes, report.moved_bytes
+
+
+def test_cases_64_72_each_rank_reads_its_slice_and_replicas_once() -> None:
+    half, shared = 2 << 20, 1 << 20
+    each = run_ranks(read_slices, 2, ReplicaReads.EACH)
+    assert [needed for needed, _ in each] == [half + shared] * 2
+    assert all(moved <= needed + (128 << 10) for needed, moved in each)
+    once = run_ranks(read_slices, 2, ReplicaReads.BROADCAST)
+    assert sum(needed for needed, _ in once) == 2 * half + shared

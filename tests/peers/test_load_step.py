@@ -24,8 +24,10 @@ from dcpfs.checkpointer.stored_value import StoredValue
 from dcpfs.config import VerifyMode
 from dcpfs.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
+    DcpfsError,
     IncompleteCheckpointError,
     KeyMismatchError,
     UntrustedDataError,
@@ -516,3 +518,41 @@ def test_a_scheduler_with_functions_loads(tmp_path: Path) -> None:
     other = LambdaLR(AdamW([nn.Parameter(torch.ones(1))], lr=1.0), lambda epoch: 0.5**epoch)
     load_step({"scheduler": other}, step, keys=["scheduler"], manifest=read_manifest(step))
     assert other.state_dict() == scheduler.state_dict()
+
+
+def test_what_nobody_asked_for_can_not_fail_a_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved = trained()
+    step = make_foreign_step(tmp_path, "iter_000000005", saved.states(), rank_state=object())
+    fresh = Trainer(seed=2)
+    parts = fresh.parts()
+    with pytest.raises(UntrustedDataError):
+        load_step(parts, Location(str(step)), keys=KEYS)
+    del parts["dataloader"]
+    report = load_step(parts, Location(str(step)), keys=KEYS)
+    assert "dataloader" not in report.states
+    assert "left out" in caplog.text
+    assert torch.equal(fresh.net.body.weight, saved.net.body.weight)
+
+
+def test_case_103_no_checkpoint_is_said_plainly(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint at .*nothing") as caught:
+        load_step({"model": {"w": torch.ones(1)}}, Location(str(tmp_path / "nothing")), keys=["model"])
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_case_112_names_that_leave_the_step_are_refused(tmp_path: Path) -> None:
+    step = make_foreign_step(tmp_path, "iter_000000005", trained().states())
+    path = step / "model/.metadata"
+    data = path.read_bytes()
+    assert b"__0_0.distcp" in data
+    path.write_bytes(data.replace(b"__0_0.distcp", b"../../o.dist"))
+    with pytest.raises(UntrustedDataError):
+        load_step({"model": Trainer().parts()["model"]}, Location(str(step)), keys=["model"])
+
+
+def test_case_114_no_secret_is_logged_or_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, trained())
+    location = Location(f"file://{tmp_path}", {"auto_mkdir": False, "secret": "s3cr3t"})
+    with caplog.at_level(logging.DEBUG), pytest.raises(DcpfsError) as caught:
+        load_step({"model": {"w": torch.ones(1)}}, location.join("iter_000000005"), keys=["model"])
+    assert "s3cr3t" not in caplog.text + repr(caught.value)
