@@ -62,6 +62,49 @@ def test_a_random_state_of_a_device_that_is_not_there_is_said(caplog: pytest.Log
     assert "the random state of npu was saved, and is not restored" in warnings_of(caplog)
 
 
+class FakeDevices:
+    """Stands for torch.cuda: devices with a state each, one of them current."""
+
+    def __init__(self, count: int, current: int, *, used: bool = True) -> None:
+        self.states = {index: torch.full((4,), index, dtype=torch.uint8) for index in range(count)}
+        self.current = current
+        self.used = used
+
+    def is_initialized(self) -> bool:
+        return self.used
+
+    def device_count(self) -> int:
+        return len(self.states)
+
+    def get_rng_state(self, device: int | None = None) -> torch.Tensor:
+        return self.states[self.current if device is None else device].clone()
+
+    def set_rng_state(self, new_state: torch.Tensor, device: int | None = None) -> None:
+        self.states[self.current if device is None else device] = new_state.clone()
+
+
+def use_devices(monkeypatch: pytest.MonkeyPatch, devices: FakeDevices) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+
+
+def test_the_generator_of_the_current_device_is_restored_to_the_device_that_is_current_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_devices(monkeypatch, FakeDevices(4, current=3))
+    captured = capture_random_state()
+    target = FakeDevices(2, current=0)
+    target.states[1].fill_(9)
+    use_devices(monkeypatch, target)
+    restore_random_state(captured)
+    assert [state[0].item() for state in target.states.values()] == [3, 1]
+    use_devices(monkeypatch, FakeDevices(1, current=0))
+    assert len(dict(capture_random_state())["cuda"]) == 1  # type: ignore[arg-type]
+    use_devices(monkeypatch, FakeDevices(2, current=0, used=False))
+    assert "cuda" not in dict(capture_random_state())
+
+
 def test_another_bit_generator_of_numpy_travels_too() -> None:
     generators: Any = np.random  # its stubs leave these two out
     before = generators.get_bit_generator()
