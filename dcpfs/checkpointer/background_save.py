@@ -26,8 +26,8 @@ from dcpfs.background.channel import Channel, ChannelClosedError
 from dcpfs.background.parent import ParentWatch
 from dcpfs.background.shared_block import SharedBlock
 from dcpfs.checkpointer.phases import Phases
+from dcpfs.checkpointer.save_context import SaveContext
 from dcpfs.checkpointer.save_orders import Joined, Meeting, SaveDone, SaveOrder, Started, decode_step
-from dcpfs.checkpointer.save_step import SaveContext
 from dcpfs.checkpointer.saver import SaveRequest, run_save
 from dcpfs.errors import CheckpointError
 from dcpfs.ranks import Ranks, portable_error

@@ -24,27 +24,23 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
+from dcpfs.checkpointer.assembly import make_phases, make_saver, make_search, strictness_of
 from dcpfs.checkpointer.callbacks import CheckpointCallbacks
-from dcpfs.checkpointer.choices import Access, AsyncMode, WorldSizePolicy
+from dcpfs.checkpointer.choices import Access, WorldSizePolicy
 from dcpfs.checkpointer.config import CheckpointConfig
 from dcpfs.checkpointer.exit_hook import ExitHook
 from dcpfs.checkpointer.groups import close_group, global_rank, make_group
-from dcpfs.checkpointer.layout import DATALOADER, KEYS, MODEL, TRAINER, check_iteration, check_key, rank_file_name
-from dcpfs.checkpointer.load_step import StepLoadReport, Strictness, choose_strictness
+from dcpfs.checkpointer.layout import KEYS, MODEL, TRAINER, check_iteration
+from dcpfs.checkpointer.load_step import StepLoadReport
 from dcpfs.checkpointer.model_only import cast_floating
-from dcpfs.checkpointer.parts import Parts, find_topology, state_of
-from dcpfs.checkpointer.phases import Phases
+from dcpfs.checkpointer.parts import Parts
 from dcpfs.checkpointer.preemption import SaveFlag, SignalHandlers, install_signal_handler
-from dcpfs.checkpointer.process_saver import ProcessSaver
 from dcpfs.checkpointer.rank_file_loading import ReshardHook
-from dcpfs.checkpointer.rank_state import encode_rank_state
-from dcpfs.checkpointer.renaming import Renaming
-from dcpfs.checkpointer.resume import Origin, ResumeRules, ResumeSearch, load_with_fallback
-from dcpfs.checkpointer.retention import Retention, RetentionPolicy
+from dcpfs.checkpointer.resume import Origin, load_with_fallback
 from dcpfs.checkpointer.save_directory import SaveDirectory
-from dcpfs.checkpointer.save_step import SaveContext
-from dcpfs.checkpointer.saver import InlineSaver, SaveOutcome, Saver, SaveRequest, ThreadSaver
-from dcpfs.checkpointer.step_plan import LocalStep, plan_step
+from dcpfs.checkpointer.saver import SaveOutcome, Saver, SaveRequest
+from dcpfs.checkpointer.state_plan import plan_states
+from dcpfs.checkpointer.step_plan import LocalStep
 from dcpfs.checkpointer.verdicts import Verdicts, agree_on
 from dcpfs.dcp.reader import FsspecStorageReader
 from dcpfs.dcp.writer import FsspecStorageWriter
@@ -60,6 +56,8 @@ if TYPE_CHECKING:
 __all__ = ["DistributedCheckpointer"]
 
 _logger = logging.getLogger(__name__)
+
+_REFUSAL_SECONDS = 60.0
 
 
 class _Life(enum.Enum):
@@ -104,14 +102,21 @@ class DistributedCheckpointer:
         data_rank: int | None = None,
         reshard_dataloader: ReshardHook | None = None,
     ) -> None:
-        if not isinstance(config, CheckpointConfig):
-            raise ConfigError(f"can't make a checkpointer of a {type(config).__name__}: give a CheckpointConfig")
+        self._caller = make_group(process_group, timeout_seconds=_timeout_of(config))
+        self._access = Access.READ_WRITE
+        self._callbacks = CheckpointCallbacks()
+
+        def check() -> None:
+            if not isinstance(config, CheckpointConfig):
+                raise ConfigError(f"can't make a checkpointer of a {type(config).__name__}: give a CheckpointConfig")
+            self._callbacks = CheckpointCallbacks(callbacks)
+            self._access = Access(access)
+            config.save_location(), config.load_location()
+
+        agree_on(self._caller, check)
         self._config = config
-        self._callbacks = CheckpointCallbacks(callbacks)
         self._directory = SaveDirectory(config)
-        self._access = Access(access)
         self._reshard: WorldSizePolicy | ReshardHook = reshard_dataloader or config.on_world_size_change
-        self._caller = make_group(process_group, timeout_seconds=config.timeout_seconds)
         self._global_rank = global_rank(self._caller)
         self._file_rank = self._share_data_ranks(data_rank)
         self._saving = Ranks()
@@ -122,7 +127,15 @@ class DistributedCheckpointer:
         self._life = _Life.OPEN
         if self._access is Access.READ_WRITE:
             self._saving = make_group(process_group, timeout_seconds=config.timeout_seconds)
-            self._saver = self._make_saver()
+            overridden = type(self).get_storage_writer is not DistributedCheckpointer.get_storage_writer
+            self._saver = make_saver(
+                config,
+                caller=self._caller,
+                saving=self._saving,
+                global_rank=self._global_rank,
+                file_rank=self._file_rank,
+                make_writer=self._make_writer if overridden else None,
+            )
             self._exit_hook = ExitHook(self._saver, config.timeout_seconds)
 
     @property
@@ -141,7 +154,7 @@ class DistributedCheckpointer:
             StorageError: The store could not be asked.
         """
         self._require_open("look for a checkpoint")
-        with self._search() as search:
+        with make_search(self._config, self._caller) as search:
             plan = search.find()
         return plan.keys, plan.url
 
@@ -215,20 +228,20 @@ class DistributedCheckpointer:
         self._verdicts.handle(self._saver.settle() if self._saver is not None else [])
         config = self._config
         report = StepLoadReport()
-        with self._search() as search:
+        with make_search(self._config, self._caller) as search:
             plan = search.find()
             if plan.origin is not Origin.SCRATCH:
                 plan, report = load_with_fallback(
                     parts.holders,
                     search,
                     plan,
-                    strict=self._strictness(plan.keys),
-                    renaming=Renaming(config.rename, config.keys_to_skip_loading),
+                    strict=strictness_of(config, plan.keys),
+                    renaming=config.renaming(),
                     on_world_size_change=self._reshard,
                     trust=config.trust,
                     transfer=config.transfer,
                     retry=config.retry,
-                    new_phases=lambda: self._phases("load"),
+                    new_phases=lambda: make_phases(config, self._caller.rank, "load", self._callbacks.on_phase),
                 )
 
         def end() -> None:
@@ -240,29 +253,6 @@ class DistributedCheckpointer:
         if plan.origin is not Origin.SCRATCH:
             _logger.info("rank %d loaded %s: iteration %d", self._caller.rank, plan.url, plan.iteration)
         return plan.iteration
-
-    def _search(self) -> ResumeSearch:
-        config = self._config
-        rules = ResumeRules(
-            load_training_state=config.load_training_state,
-            only_load_scheduler_state=config.only_load_scheduler_state,
-            keys_not_to_resume=tuple(config.keys_not_to_resume),
-            extra_keys=tuple(config.extra_keys),
-            load_step=config.load_step,
-            verify=config.verify_on_resume,
-        )
-        return ResumeSearch(
-            config.save_location(),
-            config.load_location(),
-            rules,
-            ranks=self._caller,
-            trust=config.trust,
-            transfer=config.transfer,
-            retry=config.retry,
-        )
-
-    def _strictness(self, keys: Sequence[str]) -> dict[str, Strictness]:
-        return {key: choose_strictness([key], strict=self._config.is_strict(key))[key] for key in dict.fromkeys(keys)}
 
     # --- saving
 
@@ -358,7 +348,16 @@ class DistributedCheckpointer:
                 self.probe()
             parts = gather()
             self._callbacks.on_save_checkpoint_start(parts.model_parts, iteration)
-            step = self._plan(parts, iteration, metric, exports=exports)
+            states = self._states(parts, exports=exports)
+            step = plan_states(
+                states,
+                iteration,
+                self._config,
+                world_size=self._caller.world_size,
+                rank=self._global_rank,
+                file_rank=self._file_rank,
+                metric=metric,
+            )
         except BaseException as caught:  # noqa: BLE001 - handed to the save, which raises it on all ranks
             error = caught
         try:
@@ -369,36 +368,12 @@ class DistributedCheckpointer:
         self._verdicts.handle(outcomes)
         self._verdicts.tell(lambda: self._callbacks.on_save_checkpoint_end(parts.model_parts, iteration))
 
-    def _plan(self, parts: Parts, iteration: int, metric: float | None, *, exports: bool) -> LocalStep:
-        config = self._config
+    def _states(self, parts: Parts, *, exports: bool) -> dict[str, object]:
         states = parts.states()
-        if exports and config.export_dtype is not None:
-            states[MODEL] = cast_floating(cast("Mapping[str, object]", states[MODEL]), config.export_dtype)
+        if exports and self._config.export_dtype is not None:
+            states[MODEL] = cast_floating(cast("Mapping[str, object]", states[MODEL]), self._config.export_dtype)
         self._callbacks.on_save_checkpoint(parts.model_parts, states)
-        rank_files: dict[str, bytes] = {}
-        own = states.pop(DATALOADER, None)
-        if own is not None and self._file_rank in (None, self._global_rank):
-            name = f"{DATALOADER}/{rank_file_name(self._global_rank)}"
-            state = state_of(own) if not isinstance(own, (bytes, str, int, float, list, tuple)) else own
-            rank_files[name] = encode_rank_state(state, key=DATALOADER, rank=self._global_rank, trust=config.trust)
-        nested: dict[str, Mapping[str, object]] = {}
-        for key, state in states.items():
-            if state is None:
-                continue
-            value = state_of(state) if not isinstance(state, Mapping) else state
-            if not isinstance(value, Mapping):
-                raise ConfigError(f"can't save {key!r}: its state is a {type(value).__name__} and no mapping")
-            nested[check_key(key)] = value
-        return plan_step(
-            iteration,
-            nested,
-            rank_files=rank_files,
-            world_size=self._caller.world_size,
-            trust=config.trust,
-            dedup=config.dedup,
-            metric=metric,
-            topology=find_topology(nested),
-        )
+        return states
 
     def maybe_wait_for_staging(self) -> None:
         """Return when training may write its parameters again: the values of the last `save` are copied. Local.
@@ -565,46 +540,10 @@ class DistributedCheckpointer:
             return None
         return min(rank for part, rank in told if part == data_rank)
 
-    def _make_saver(self) -> Saver:
-        config = self._config
-        overridden = type(self).get_storage_writer is not DistributedCheckpointer.get_storage_writer
-        context = SaveContext(
-            config.save_location(),
-            self._saving,
-            on_existing=config.on_existing,
-            dedup=config.dedup,
-            make_writer=self._make_writer if overridden else None,
-            transfer=config.transfer,
-            retry=config.retry,
-            trust=config.trust,
-            sweep=Retention(RetentionPolicy(config.keep_last, config.keep_every, config.keep_best, config.best_mode)),
-            global_rank=self._global_rank,
-            file_rank=self._file_rank,
-        )
-        if config.async_mode is AsyncMode.DISABLED:
-            return InlineSaver(context, self._save_phases)
-        if config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
-            return ProcessSaver(
-                context,
-                self._caller,
-                max_in_flight=config.max_in_flight,
-                when_busy=config.when_busy,
-                timeout_seconds=config.timeout_seconds,
-                phase_timeout_seconds=config.phase_timeout_seconds,
-            )
-        return ThreadSaver(
-            context,
-            self._save_phases,
-            self._caller,
-            max_in_flight=config.max_in_flight,
-            when_busy=config.when_busy,
-        )
-
     def _make_writer(self, location: Location) -> StorageWriter:
         return self.get_storage_writer(location.url)
 
-    def _save_phases(self, iteration: int) -> Phases:
-        return self._phases(f"save of iteration {iteration}")
 
-    def _phases(self, label: str) -> Phases:
-        return Phases(rank=self._caller.rank, deadline_seconds=self._config.phase_timeout_seconds, label=label)
+def _timeout_of(config: object) -> float:
+    """The groups are made before anything is refused: a rank that leaves alone would hang the others."""
+    return config.timeout_seconds if isinstance(config, CheckpointConfig) else _REFUSAL_SECONDS

@@ -35,8 +35,8 @@ from dcpfs.background.rendezvous import Rendezvous
 from dcpfs.background.shared_block import SharedBlock
 from dcpfs.checkpointer.choices import WhenBusy
 from dcpfs.checkpointer.local_step import LocalStep
+from dcpfs.checkpointer.save_context import SaveContext
 from dcpfs.checkpointer.save_orders import Joined, Meeting, SaveDone, Started, encode_order
-from dcpfs.checkpointer.save_step import SaveContext
 from dcpfs.checkpointer.saver import SaveOutcome, SaveRequest, busy_error, say_busy, unsettled_error
 from dcpfs.checkpointer.staging import stage_step
 from dcpfs.errors import CheckpointError, ConfigError

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from dcpfs.background.arena import Layout, cut_block
 from dcpfs.background.rendezvous import Address
 from dcpfs.checkpointer.local_step import LocalKey, LocalStep
-from dcpfs.checkpointer.save_step import SaveContext
+from dcpfs.checkpointer.save_context import SaveContext
 from dcpfs.checkpointer.saver import SaveOutcome
 from dcpfs.checkpointer.staging import StagedValues, place_of
 from dcpfs.errors import UnsupportedValueError

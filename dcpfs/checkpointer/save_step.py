@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from dcpfs._version import __version__
-from dcpfs.checkpointer.choices import DedupPolicy, OnExisting
 from dcpfs.checkpointer.commit import (
     Claim,
     ClaimState,
@@ -50,9 +49,9 @@ from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.manifest import FileRecord, Manifest
 from dcpfs.checkpointer.ownership import put_owned
 from dcpfs.checkpointer.phases import Phases
+from dcpfs.checkpointer.save_context import SaveContext, StepReport
 from dcpfs.checkpointer.step_plan import (
     GlobalPlan,
-    PlanCache,
     decode_assigned,
     decode_results,
     encode_local_plans,
@@ -60,18 +59,15 @@ from dcpfs.checkpointer.step_plan import (
     plan_globally,
 )
 from dcpfs.checkpointer.step_writer import StepWriter
-from dcpfs.config import RetryConfig, TransferConfig, Trust
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
 from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import ConfigError, DcpfsError, IncompleteCheckpointError
 from dcpfs.format.checksum import crc32
 from dcpfs.format.names import METADATA_NAME
-from dcpfs.ranks import Ranks
-from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Store
 
-__all__ = ["MakeWriter", "SaveContext", "StepReport", "save_step"]
+__all__ = ["save_step"]
 
 _logger = logging.getLogger(__name__)
 
@@ -79,68 +75,6 @@ _STATES = tuple(ClaimState)
 _SHIFTS = (96, 64, 32, 0)
 _WORD = 0xFFFFFFFF
 _MASK32 = 0xFFFFFFFF
-
-MakeWriter = Callable[[Location], StorageWriter]
-"""Makes a storage writer for the directory of a key: what a trainer's own `get_storage_writer` gives."""
-
-Sweep = Callable[[Store, int], None]
-"""What the coordinator does after the commit of an iteration: retention. Never raises."""
-
-
-@dataclass
-class SaveContext:
-    """What stays the same from save to save. One save at a time; belongs to whoever saves.
-
-    Attributes:
-        save_dir: Where steps lie.
-        ranks: Who saves together, on a group that nobody else uses.
-        on_existing: About a step that stands already.
-        dedup: Who writes what several ranks hold.
-        make_writer: Makes a key's storage writer; None: dcpfs's own.
-        transfer: How bytes are moved.
-        retry: When requests are tried again.
-        trust: `Trust.PICKLE`: objects that a default load refuses are saved all the same.
-        sweep: Called by the coordinator after the verdict.
-        still_wanted: Asked before and right before the commit; raises when nobody waits for the save any more.
-        plans: Of the last exchange.
-        global_rank: This process's rank in the whole job, by which its own files are named; None: that of ``ranks``.
-        file_rank: Global rank whose files this rank reads on a load; None: its own.
-    """
-
-    save_dir: Location
-    ranks: Ranks
-    on_existing: OnExisting = OnExisting.OVERWRITE
-    dedup: DedupPolicy = DedupPolicy.BALANCED
-    make_writer: MakeWriter | None = None
-    transfer: TransferConfig = field(default_factory=TransferConfig)
-    retry: RetryConfig = field(default_factory=RetryConfig)
-    trust: Trust = Trust.ALLOWLIST
-    sweep: Sweep | None = None
-    still_wanted: Callable[[], None] | None = None
-    plans: PlanCache = field(default_factory=PlanCache)
-    global_rank: int | None = None
-    file_rank: int | None = None
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What the save of a step did.
-
-    Attributes:
-        iteration: Of the step.
-        save_id: Of the save.
-        committed: False: the step stood already and was left as it was.
-        seconds: From the call to the verdict.
-        bytes_written: By this rank.
-        planned: Plans were exchanged.
-    """
-
-    iteration: int
-    save_id: str
-    committed: bool
-    seconds: float
-    bytes_written: int
-    planned: bool
 
 
 def save_step(

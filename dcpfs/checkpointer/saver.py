@@ -24,7 +24,8 @@ from dcpfs.background.arena import Arena
 from dcpfs.checkpointer.choices import WhenBusy
 from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.phases import PhaseRecord, Phases
-from dcpfs.checkpointer.save_step import SaveContext, StepReport, save_step
+from dcpfs.checkpointer.save_context import SaveContext, StepReport
+from dcpfs.checkpointer.save_step import save_step
 from dcpfs.checkpointer.staging import stage_step
 from dcpfs.errors import CheckpointError
 from dcpfs.ranks import Ranks

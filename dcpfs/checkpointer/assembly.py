@@ -1,0 +1,117 @@
+"""The parts of a checkpointer, made from its settings.
+
+Problem: settings are read where they are used, so that nobody can say which of them matter to what, and a module that
+needs three of them needs them all.
+
+Way taken: the settings end here. What is made of them takes plain values, and can be used and tested without them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+
+from dcpfs.checkpointer.choices import AsyncMode
+from dcpfs.checkpointer.config import CheckpointConfig
+from dcpfs.checkpointer.load_step import Strictness, choose_strictness
+from dcpfs.checkpointer.phases import Phases
+from dcpfs.checkpointer.process_saver import ProcessSaver
+from dcpfs.checkpointer.resume import ResumeRules, ResumeSearch
+from dcpfs.checkpointer.retention import Retention, RetentionPolicy
+from dcpfs.checkpointer.save_context import MakeWriter, SaveContext
+from dcpfs.checkpointer.saver import InlineSaver, Saver, ThreadSaver
+from dcpfs.ranks import Ranks
+
+__all__ = ["make_phases", "make_saver", "make_search", "strictness_of"]
+
+
+def make_phases(
+    config: CheckpointConfig, rank: int, label: str, on_phase: Callable[[str, float, int], None] | None = None
+) -> Phases:
+    """What measures and watches a save or load.
+
+    Args:
+        config: The settings.
+        rank: For the log.
+        label: For the log.
+        on_phase: Told name, seconds and bytes of each phase as it ends.
+    """
+    return Phases(rank=rank, deadline_seconds=config.phase_timeout_seconds, label=label, on_phase=on_phase)
+
+
+def make_search(config: CheckpointConfig, ranks: Ranks) -> ResumeSearch:
+    """A search for what to load."""
+    rules = ResumeRules(
+        load_training_state=config.load_training_state,
+        only_load_scheduler_state=config.only_load_scheduler_state,
+        keys_not_to_resume=tuple(config.keys_not_to_resume),
+        extra_keys=tuple(config.extra_keys),
+        load_step=config.load_step,
+        verify=config.verify_on_resume,
+    )
+    return ResumeSearch(
+        config.save_location(),
+        config.load_location(),
+        rules,
+        ranks=ranks,
+        trust=config.trust,
+        transfer=config.transfer,
+        retry=config.retry,
+    )
+
+
+def strictness_of(config: CheckpointConfig, keys: Iterable[str]) -> dict[str, Strictness]:
+    """What of each key must fit."""
+    return {key: choose_strictness([key], strict=config.is_strict(key))[key] for key in dict.fromkeys(keys)}
+
+
+def make_saver(
+    config: CheckpointConfig,
+    *,
+    caller: Ranks,
+    saving: Ranks,
+    global_rank: int,
+    file_rank: int | None,
+    make_writer: MakeWriter | None,
+) -> Saver:
+    """Who saves, by ``async_mode``. Collective where that is a process.
+
+    Args:
+        config: The settings.
+        caller: The ranks of the calling thread.
+        saving: The same ranks, on a group for whoever saves in this process.
+        global_rank: This process's rank in the job.
+        file_rank: Global rank whose files this rank reads on a load; None: its own.
+        make_writer: A user's storage writer; None: dcpfs's own.
+    """
+    policy = RetentionPolicy(config.keep_last, config.keep_every, config.keep_best, config.best_mode)
+    context = SaveContext(
+        config.save_location(),
+        saving,
+        on_existing=config.on_existing,
+        dedup=config.dedup,
+        make_writer=make_writer,
+        transfer=config.transfer,
+        retry=config.retry,
+        trust=config.trust,
+        sweep=Retention(policy),
+        global_rank=global_rank,
+        file_rank=file_rank,
+    )
+    if config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+        return ProcessSaver(
+            context,
+            caller,
+            max_in_flight=config.max_in_flight,
+            when_busy=config.when_busy,
+            timeout_seconds=config.timeout_seconds,
+            phase_timeout_seconds=config.phase_timeout_seconds,
+        )
+    new_phases = functools.partial(_save_phases, config, caller.rank)
+    if config.async_mode is AsyncMode.DISABLED:
+        return InlineSaver(context, new_phases)
+    return ThreadSaver(context, new_phases, caller, max_in_flight=config.max_in_flight, when_busy=config.when_busy)
+
+
+def _save_phases(config: CheckpointConfig, rank: int, iteration: int) -> Phases:
+    return make_phases(config, rank, f"save of iteration {iteration}")
