@@ -37,7 +37,7 @@ def gap_of(requests: Sequence[tuple[str, str]], name: str) -> bool:
     own = [number for number, (who, _) in enumerate(requests) if who == name]
     for before, after in itertools.pairwise(own):
         request = requests[after][1]
-        deletes = request.startswith("delete ") and request.endswith(("manifest.json", *READ_WHOLE))
+        deletes = request.startswith("delete ") and request.endswith(("manifest.json", ".writing", *READ_WHOLE))
         replaces = request.endswith(READ_WHOLE) and requests[before][1].endswith(("manifest.json", ".writing"))
         if after > before + 1 and (deletes or replaces):
             return True
