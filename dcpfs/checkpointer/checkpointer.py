@@ -37,6 +37,7 @@ from dcpfs.checkpointer.parts import Parts
 from dcpfs.checkpointer.preemption import SaveFlag, SignalHandlers, install_signal_handler
 from dcpfs.checkpointer.rank_file_loading import ReshardHook
 from dcpfs.checkpointer.resume import Origin, load_with_fallback
+from dcpfs.checkpointer.save_context import StepReport
 from dcpfs.checkpointer.save_directory import SaveDirectory
 from dcpfs.checkpointer.saver import SaveOutcome, Saver, SaveRequest
 from dcpfs.checkpointer.state_plan import plan_states
@@ -124,6 +125,7 @@ class DistributedCheckpointer:
         self._exit_hook: ExitHook | None = None
         self._preemption = SaveFlag()
         self._verdicts = Verdicts(self._callbacks, self._caller, config.on_save_error, config.max_consecutive_failures)
+        self._last_load: StepLoadReport | None = None
         self._life = _Life.OPEN
         if self._access is Access.READ_WRITE:
             self._saving = make_group(process_group, timeout_seconds=config.timeout_seconds)
@@ -142,6 +144,16 @@ class DistributedCheckpointer:
     def config(self) -> CheckpointConfig:
         """The settings."""
         return self._config
+
+    @property
+    def last_load(self) -> StepLoadReport | None:
+        """What the last `load` did on this rank: keys, bytes, requests. None before, and from scratch."""
+        return self._last_load
+
+    @property
+    def last_save(self) -> StepReport | None:
+        """What the last save did on this rank that is known to have succeeded; None before."""
+        return self._verdicts.last_report
 
     # --- loading
 
@@ -227,7 +239,7 @@ class DistributedCheckpointer:
         agree_on(self._caller, begin)
         self._verdicts.handle(self._saver.settle() if self._saver is not None else [])
         config = self._config
-        report = StepLoadReport()
+        report: StepLoadReport | None = None
         with make_search(self._config, self._caller) as search:
             plan = search.find()
             if plan.origin is not Origin.SCRATCH:
@@ -245,10 +257,11 @@ class DistributedCheckpointer:
                 )
 
         def end() -> None:
-            if plan.origin is not Origin.SCRATCH:
+            if report is not None:
                 self._callbacks.on_load_checkpoint(parts.model_parts, dict(report.states))
             self._callbacks.on_load_checkpoint_end(parts.model_parts, plan.iteration, plan.url)
 
+        self._last_load = report
         agree_on(self._caller, end)
         if plan.origin is not Origin.SCRATCH:
             _logger.info("rank %d loaded %s: iteration %d", self._caller.rank, plan.url, plan.iteration)

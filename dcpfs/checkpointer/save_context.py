@@ -74,6 +74,7 @@ class StepReport:
         committed: False: the step stood already and was left as it was.
         seconds: From the call to the verdict.
         bytes_written: By this rank.
+        requests: Sent by this rank for its data: parts, and small objects.
         planned: Plans were exchanged.
     """
 
@@ -82,4 +83,5 @@ class StepReport:
     committed: bool
     seconds: float
     bytes_written: int
+    requests: int
     planned: bool

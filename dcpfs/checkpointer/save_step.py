@@ -113,7 +113,9 @@ def save_step(
     finally:
         save.close()
     seconds = time.monotonic() - started_seconds
-    report = StepReport(save.step.iteration, save.save_id, committed, seconds, save.bytes_written, save.planned)
+    report = StepReport(
+        save.step.iteration, save.save_id, committed, seconds, save.bytes_written, save.requests, save.planned
+    )
     if committed:
         _logger.info(
             "rank %d saved %s in %.2f s: %s",
@@ -150,6 +152,7 @@ class _Save:
     ) -> None:
         self.save_id = uuid.uuid4().hex
         self.bytes_written = 0
+        self.requests = 0
         self.planned = False
         self._step = step
         self._context = context
@@ -336,6 +339,8 @@ class _Save:
                 written.files.update(writer.files)
                 written.fingerprint[key] = writer.fingerprint
             self.bytes_written += sum(result.size_in_bytes for result in results[key])
+            if isinstance(writer, FsspecStorageWriter):
+                self.requests += writer.written.requests
         self._write_rank_files()
         if self._context.still_wanted is not None:
             self._context.still_wanted()
@@ -348,6 +353,7 @@ class _Save:
             put_owned(self.store, path, [content], iteration=self.step.iteration, save_id=self.save_id)
             self._written.files[name] = FileRecord(len(content), crc32(content))
             self.bytes_written += len(content)
+            self.requests += 1
 
     def _commit(self, collected: Sequence[_Written]) -> None:
         """Coordinator: every key's ``.metadata``, the manifest, the pointer."""

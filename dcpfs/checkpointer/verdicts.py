@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from dcpfs.checkpointer.callbacks import CheckpointCallbacks
 from dcpfs.checkpointer.choices import OnSaveError
+from dcpfs.checkpointer.save_context import StepReport
 from dcpfs.checkpointer.saver import SaveOutcome
 from dcpfs.ranks import Ranks
 
@@ -42,6 +43,9 @@ class Verdicts:
         ranks: Of the calling thread.
         on_save_error: What a failed save does.
         most_failures: In a row, until `OnSaveError.WARN` raises all the same.
+
+    Attributes:
+        last_report: Of the last save that is known to have succeeded.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Verdicts:
         self._most_failures = most_failures
         self._failures = 0
         self._late: Exception | None = None
+        self.last_report: StepReport | None = None
 
     def handle(self, outcomes: Sequence[SaveOutcome]) -> None:
         """Tell callbacks what became of saves, and raise the first failure where that is to be. On all ranks."""
@@ -62,6 +67,7 @@ class Verdicts:
                 self._callbacks.on_phase(record.name, record.seconds, record.size_bytes)
             if outcome.error is None:
                 self._failures = 0
+                self.last_report = outcome.report
                 self._tell_success(outcome)
                 continue
             self._callbacks.on_save_checkpoint_error(outcome.iteration, outcome.error)
