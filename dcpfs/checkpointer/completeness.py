@@ -21,6 +21,7 @@ what a manifest lists is not what another save writes (`dcpfs.checkpointer.owner
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -50,6 +51,7 @@ from dcpfs.errors import (
 from dcpfs.format.index import CheckpointIndex
 from dcpfs.format.metadata import check_coverage, decode_index, merge_indexes
 from dcpfs.format.names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name, rank_metadata_name
+from dcpfs.storage.location import Location
 from dcpfs.storage.store import Store
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "check_step_at",
     "get_if_there",
     "is_key",
+    "segments_of",
     "share_files",
     "verify_step",
 ]
@@ -100,9 +103,8 @@ def check_step_at(
         StorageError: The store could not be asked.
     """
     location = store.location.join(path) if path else store.location
-    name = location.url.rstrip("/").rpartition("/")[2]
-    look = _Look(store, path, location.redacted, trust, parse_step_name(name) if iteration is None else iteration)
-    return look.judge(named=named)
+    told = parse_step_name(segments_of(location)[-1]) if iteration is None else iteration
+    return _Look(store, path, location.redacted, trust, told).judge(named=named)
 
 
 def check_key_directory(store: Store, path: str = "", *, trust: Trust = Trust.ALLOWLIST) -> StepStatus:
@@ -126,6 +128,14 @@ def get_if_there(store: Store, path: str) -> bytes | None:
         raise
     except ObjectNotFoundError:
         return None
+
+
+def segments_of(location: Location) -> list[str]:
+    """The names that a location's URL consists of; at least one."""
+    url = location.url
+    if location.scheme in ("http", "https"):
+        url = re.split("[?#]", url, maxsplit=1)[0]
+    return url.rstrip("/").split("/")
 
 
 class _Look:

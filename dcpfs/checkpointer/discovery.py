@@ -30,6 +30,7 @@ from dcpfs.checkpointer.completeness import (
     check_step_at,
     get_if_there,
     is_key,
+    segments_of,
 )
 from dcpfs.checkpointer.layout import LATEST_NAME, MANIFEST_NAME, parse_latest, parse_step_name, step_name
 from dcpfs.config import Trust
@@ -176,7 +177,7 @@ class StepSearch:
         if self.committed_ever:
             raise self._none_usable()
         logger.warning(
-            "%s has no committed step: starting from scratch%s",
+            "%s has no committed step: there is nothing to resume, and without a load_path a run starts from scratch%s",
             self._location,
             f". To resume from a step that was passed over, write its name into {LATEST_NAME} or set load_step"
             if self.skipped
@@ -417,9 +418,8 @@ def _find_place(store: Store, verify: Verify | None, trust: Trust, load_step: in
 
 
 def _as_key(store: Store, trust: Trust) -> Found:
-    segments = store.location.url.rstrip("/").split("/")
-    iteration = parse_step_name(segments[-2]) if len(segments) > 1 else None
-    return Found(Place.KEY, replace(check_key_directory(store, trust=trust), iteration=iteration), segments[-1])
+    *_, parent, key = ["", *segments_of(store.location)]
+    return Found(Place.KEY, replace(check_key_directory(store, trust=trust), iteration=parse_step_name(parent)), key)
 
 
 def _has_keys(store: Store) -> bool:

@@ -38,7 +38,7 @@ from dcpfs.checkpointer.layout import (
     step_name,
 )
 from dcpfs.checkpointer.step_status import StepState, StepStatus
-from dcpfs.errors import CheckpointNotFoundError, ConfigError, StorageError
+from dcpfs.errors import CheckpointNotFoundError, ConfigError, PermissionDeniedError, StorageError
 from dcpfs.format.names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name
 from dcpfs.storage.store import Store
 
@@ -207,8 +207,8 @@ def _choose_best(steps: Sequence[StepFacts], count: int, mode: BestMode) -> list
 class Retention:
     """Applies a policy after each save, and remembers what it has seen. One thread's at a time; picklable.
 
-    Steps that it once found complete, and that a rule keeps which does not count, are not looked at again: a save then
-    costs one listing of names and a look at the steps that ``keep_last`` counts, however many others are kept.
+    Steps that it once found complete, or another tool's, are not looked at again, but for those that ``keep_last``
+    counts and those that are to go: a save then costs one listing of names and a few looks, however many are kept.
 
     Args:
         policy: Which steps are kept.
@@ -362,13 +362,17 @@ class _Run:
                     yield facts
 
     def _look(self, iteration: int) -> StepFacts:
-        status = check_step(self._store, iteration)
+        try:
+            status = check_step(self._store, iteration)
+        except PermissionDeniedError as error:  # of this step alone: the names could be listed
+            self.failures[iteration] = error.message
+            return StepFacts(iteration, StepKind.UNKNOWN)
         facts = StepFacts(iteration, _kind_of(status), status.manifest.metric if status.manifest else None)
         if status.manifest is not None:
             self._save_ids[iteration] = status.manifest.save_id
         if status.is_protected:
             self._protected.add(iteration)
-        if facts.kind is StepKind.COMMITTED and not status.is_protected:
+        if facts.kind in (StepKind.COMMITTED, StepKind.UNKNOWN) and not status.is_protected:
             self._settled[iteration] = facts
         else:
             self._settled.pop(iteration, None)

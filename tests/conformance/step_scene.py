@@ -63,6 +63,10 @@ class Scene:
         self.store.put(path, [content.encode() if isinstance(content, str) else content])
 
     def put_all(self, files: Mapping[str, bytes]) -> None:
+        if len(files) < 16:
+            for path, content in files.items():
+                self.put(path, content)
+            return
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(self.put, files, files.values()))
 

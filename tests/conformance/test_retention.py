@@ -319,6 +319,20 @@ def test_a_failure_is_a_warning(scene: Scene, caplog: pytest.LogCaptureFixture) 
     assert apply_retention(open_store(Location("memory://nothing/here")), KEEP_1) == RetentionReport()
 
 
+def test_a_step_that_may_not_be_read_stays_and_does_not_count(
+    local: Scene, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (1, 2, 4):
+        local.commit(iteration)
+    elsewhere = Scene(open_store(Location(tmp_path / "elsewhere")))
+    elsewhere.commit(3)
+    (tmp_path / "run" / "iter_000000003").symlink_to(tmp_path / "elsewhere" / "iter_000000003")
+    report = apply_retention(local.store, KEEP_2)
+    assert (report.removed, [*report.failures]) == ((1,), [3])
+    assert "a symbolic link leads out" in caplog.text
+    assert check_step(elsewhere.store, 3).is_complete
+
+
 def test_a_store_that_does_not_answer_is_a_warning(local: Scene, caplog: pytest.LogCaptureFixture) -> None:
     local.commit(1)
     local.commit(2)
