@@ -169,14 +169,16 @@ class KeyLoading:
 
     def wants(self, directory: str) -> list[TensorWant]:
         """Boxes to read, their files and names relative to the step."""
+        name, start = f"{self.key}/", f"{directory}/" if directory else ""
         return [
-            want._replace(key=f"{self.key}/{want.key}", location=_relocate(want.location, directory))
+            want._replace(key=name + want.key, location=_relocate(want.location, start))
             for want in self._filling.match.wants
         ]
 
     def objects(self, directory: str) -> list[tuple[str, EntryLocation]]:
         """Non-tensor values to read."""
-        return [(f"{self.key}/{name}", _relocate(each, directory)) for name, each in self._filling.match.objects]
+        start = f"{directory}/" if directory else ""
+        return [(f"{self.key}/{name}", _relocate(each, start)) for name, each in self._filling.match.objects]
 
     def apply(self, values: Mapping[str, object]) -> Mapping[str, object]:
         """Give the part what was read. ``values`` has the decoded objects, named as in `objects`.
@@ -261,5 +263,5 @@ def _whole_state(records: Mapping[str, TensorRecord | BytesRecord], url: str) ->
     return state
 
 
-def _relocate(location: EntryLocation, directory: str) -> EntryLocation:
-    return location._replace(file=f"{directory}/{location.file}") if directory else location
+def _relocate(location: EntryLocation, start: str) -> EntryLocation:
+    return location._replace(file=start + location.file)
