@@ -40,6 +40,7 @@ __all__ = [
     "find_shard",
     "flatten_sharded_tensors",
     "global_shape",
+    "has_flat_parameters",
     "has_shards",
     "is_on_meta",
     "is_wrapper",
@@ -178,6 +179,12 @@ def stream_transforms(
     """
     extensions = registry.from_descriptor_list(descriptors)
     return [e.transform_from for e in extensions if isinstance(e, StreamTransformExtension)]
+
+
+def has_flat_parameters(module: torch.nn.Module) -> bool:
+    """Whether a module is sharded by FSDP1, of which parameters are pieces of a flat one, without shape or place."""
+    wrapper = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    return wrapper is not None and any(isinstance(child, wrapper) for child in module.modules())
 
 
 def wrapped_child(module: torch.nn.Module) -> tuple[str | None, bool]:

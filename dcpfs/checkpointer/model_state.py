@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from dcpfs import torch_private
+from dcpfs.checkpointer.flat_shards import load_flat_model, read_flat_model
 from dcpfs.checkpointer.parameter_names import ModuleNames
 from dcpfs.checkpointer.stored_value import StoredValue
 from dcpfs.checkpointer.template_tree import build_below, placeholder
@@ -109,7 +110,7 @@ class ModelWrapper:
         Raises:
             KeyMismatchError: A name that no part has, or a shape that does not fit. For a name, nothing was changed.
         """
-        own = [(part, part.state_dict()) for part in self.parts]
+        own = [(part, _read(part)) for part in self.parts]
         names = [ModuleNames.of(part) for part, _ in own]
         known = {each.clean(key) for each, (_, state) in zip(names, own, strict=True) for key in state}
         unknown = [name for name in state_dict if name not in known]
@@ -138,9 +139,9 @@ class ModelWrapper:
         state: dict[str, object] = {}
         live: dict[str, torch.Tensor] = {}
         for part in self.parts:
-            own = part.state_dict()  # before the names: a sharded module gathers and shards its parameters in turns
+            own = _read(part)  # before the names: a sharded module gathers and shards its parameters in turns
             names = ModuleNames.of(part)
-            tensors = _live_tensors(names)
+            tensors = {} if torch_private.has_flat_parameters(part) else _live_tensors(names)
             for key, value in own.items():
                 name = names.clean(key)
                 if name in state:
@@ -198,9 +199,16 @@ def _extra_template(name: str, value: object, stored: Mapping[str, StoredValue])
     return None if isinstance(value, (torch.Tensor, Mapping, list)) else value
 
 
+def _read(part: nn.Module) -> dict[str, object]:
+    return read_flat_model(part) if torch_private.has_flat_parameters(part) else part.state_dict()
+
+
 def _load_part(
     part: nn.Module, own: Mapping[str, object], names: ModuleNames, state_dict: Mapping[str, object]
 ) -> None:
+    if torch_private.has_flat_parameters(part):
+        load_flat_model(part, {key: state_dict[key] for key in own if key in state_dict})
+        return
     tensors = _live_tensors(names)
     given: dict[str, object] = {}
     for key in own:

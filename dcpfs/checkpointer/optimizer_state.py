@@ -27,6 +27,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dcpfs import torch_private
+from dcpfs.checkpointer.flat_shards import FlatShardedOptimizers
 from dcpfs.checkpointer.model_state import list_names, model_parts_of
 from dcpfs.checkpointer.optimizer_container import StateHolder, container_template, sort_optimizers
 from dcpfs.checkpointer.optimizer_keys import (
@@ -98,6 +100,9 @@ class OptimizersWrapper:
     ) -> None:
         self._optimizers, self._containers = sort_optimizers(optimizers)
         self._parts = model_parts_of(model) if self._optimizers else ()
+        if any(torch_private.has_flat_parameters(part) for part in self._parts):
+            self._containers.append(FlatShardedOptimizers(self._parts, self._optimizers))
+            self._optimizers = []
         self._unfit: set[str] = set()
         self._asked: frozenset[str] = frozenset()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import dcpfs
@@ -111,6 +112,9 @@ def save_and_load(kind: str, url: str) -> str:
         net = make_net(saver)
         optimizer = make(list(net.parameters()))
         train(net, optimizer)
+        for parameter in optimizer.state:  # a value that is not shaped like its parameter
+            extra = DTensor.from_local(torch.rand(2, 3, generator=torch.manual_seed(3)), saver.mesh, [Replicate()])
+            optimizer.state[parameter]["extra"] = extra
         model, optim = ModelWrapper(net), OptimizersWrapper(net, optimizer)
         dcpfs.save(model.state_dict(), f"{url}/model", process_group=saver.group)
         dcpfs.save(optim.state_dict(), f"{url}/optim", process_group=saver.group)
@@ -172,6 +176,44 @@ def test_a_bare_state_loads_into_ddp() -> None:
     with tempfile.TemporaryDirectory() as folder:
         names = run_ranks(load_into_ddp, 2, folder)
     assert names == [["0.weight", "0.bias", "1.weight", "1.bias"]] * 2
+
+
+def load_fsdp1(url: str) -> str:
+    """FSDP1 shards parameters as pieces of a flat one."""
+
+    def make(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh = DeviceMesh("cpu", torch.arange(2))
+            net = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True, device_mesh=mesh)
+        return net, torch.optim.AdamW(net.parameters(), lr=0.1)
+
+    net, optimizer = make(0)
+    train(net, optimizer)
+    dcpfs.save(ModelWrapper(net).state_dict(), f"{url}/model")
+    dcpfs.save(OptimizersWrapper(net, optimizer).state_dict(), f"{url}/optim")
+    expected = whole(ModelWrapper(net).state_dict()), whole(OptimizersWrapper(net, optimizer).state_dict())
+    assert expected[0]["0.weight"].shape == (4, 4)  # type: ignore[attr-defined]
+    other, fresh = make(1)
+    other(torch.ones(2, 4)).sum().backward()
+    assert not load_part(ModelWrapper(other), f"{url}/model", None).unexpected
+    assert not load_part(OptimizersWrapper(other, fresh), f"{url}/optim", None).unexpected
+    assert_equal(whole(ModelWrapper(other).state_dict()), expected[0])
+    assert_equal(whole(OptimizersWrapper(other, fresh).state_dict()), expected[1])
+    fresh.zero_grad()
+    train(net, optimizer)
+    train(other, fresh)
+    assert_equal(whole(ModelWrapper(other).state_dict()), whole(ModelWrapper(net).state_dict()))
+    with pytest.raises(dcpfs.ConfigError, match="model of several parts"):
+        OptimizersWrapper([net, nn.Linear(1, 1)], optimizer)
+    return "done"
+
+
+def test_pieces_of_flat_parameters_are_no_replicas() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_ranks(load_fsdp1, 2, folder) == ["done"] * 2
 
 
 def save_and_load_random_states(url: str) -> list[float]:
