@@ -75,6 +75,9 @@ class Delivery:
         callback: Callback | None = None,
     ) -> None:
         self._store = store
+        capabilities = store.capabilities
+        self._remote = capabilities.remote
+        self._copies_reads = capabilities.copies_reads
         self._context = context
         self._concurrency = concurrency
         self._budget = ByteBudget(budget_bytes)
@@ -101,7 +104,7 @@ class Delivery:
         """
         if not segments:
             return
-        joins = choose_joins(segments, limits) if self._store.capabilities.remote else {}
+        joins = choose_joins(segments, limits) if self._remote else {}
         self._scratch.size_bytes = limits.staged_bytes
         reads: list[tuple[Request[Landing], int]] = []
         checks: list[Task] = []
@@ -125,7 +128,7 @@ class Delivery:
 
     def _request_task(self, request: Request[Landing], tail: int) -> tuple[int, Callable[[], None]]:
         """Cost and work of one request, which reads on to ``tail`` so that a short file is noticed."""
-        copied_bytes = tail - request.start if self._store.capabilities.copies_reads else 0
+        copied_bytes = tail - request.start if self._copies_reads else 0
         if request.staged:
             held = self._scratch.cost_bytes(tail - request.start)
             return held + copied_bytes, lambda: self._read_staged(request, tail)
