@@ -5,10 +5,10 @@ ones make the collector look for cycles among the young, and in the end among al
 tensors that is 0.5 of 1.3 CPU seconds, and it finds nothing.
 
 Way taken: pause it for the stretches that make records and do no I/O. Pauses nest and may overlap between threads; the
-collector is back on when the last ends, if it was on when the first began. The records then count as
-old at once: otherwise the collector would walk them all twice more on their way there. Nothing is freed later than it would be
-otherwise but cycles: what is young when a pause begins is collected before, and cycles made during a pause wait for the
-next full collection.
+collector is back on when the last ends, if it was on when the first began. The records then count as old at once:
+otherwise the collector would walk them all twice more on their way there. Nothing is freed later than it would be
+otherwise but cycles: what is young when a pause begins is collected before, and cycles made during a pause wait for
+the next full collection.
 """
 
 from __future__ import annotations
