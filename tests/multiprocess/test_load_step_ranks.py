@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -24,8 +25,10 @@ from dcpfs.checkpointer.load_step import load_step
 from dcpfs.checkpointer.manifest import Manifest
 from dcpfs.checkpointer.model_state import ModelWrapper
 from dcpfs.checkpointer.optimizer_state import OptimizersWrapper
+from dcpfs.checkpointer.rename_planner import RenameLoadPlanner
 from dcpfs.checkpointer.resume import ResumeRules, ResumeSearch, load_with_fallback
 from dcpfs.config import ReplicaReads
+from dcpfs.dcp.reader import FsspecStorageReader
 from dcpfs.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -384,3 +387,20 @@ def test_cases_64_72_each_rank_reads_its_slice_and_replicas_once() -> None:
     assert all(moved <= needed + (128 << 10) for needed, moved in each)
     once = run_ranks(read_slices, 2, ReplicaReads.BROADCAST)
     assert sum(needed for needed, _ in once) == 2 * half + shared
+
+
+def rename_shards() -> tuple[list[float], dict[str, str]]:
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    with folder() as root:
+        dcp_save({"old.w": torch.arange(6.0)}, storage_writer=FileSystemWriter(root))
+        state = {"new.w": distribute_tensor(torch.zeros(6), mesh, [Shard(0)]), "new.head": torch.ones(2)}
+        planner = RenameLoadPlanner({"^old": "new"}, skip=["head"])
+        dcp_load(state, storage_reader=FsspecStorageReader(root), planner=planner)
+        local = state["new.w"]
+        assert isinstance(local, DTensor)
+        return local.to_local().tolist(), planner.renamed
+
+
+def test_the_renaming_planner_fills_shards() -> None:
+    renamed = {"new.w": "old.w"}
+    assert run_ranks(rename_shards, 2) == [([0.0, 1.0, 2.0], renamed), ([3.0, 4.0, 5.0], renamed)]
