@@ -96,6 +96,7 @@ class TrainerState:
         self._user = user
         self._rank = rank
         self._rng = RngPolicy(rng)
+        self._loaded_rng: object = None
 
     def state_dict(self) -> dict[str, object]:
         """What a save stores, read anew. The random states are those of this moment."""
@@ -170,7 +171,17 @@ class TrainerState:
             _give(self._user, user)
         rng = state_dict.get(_RNG)
         if self._rng is RngPolicy.PER_RANK and isinstance(rng, Mapping) and self._rank_name in rng:
-            restore_random_state(rng[self._rank_name])
+            self._loaded_rng = rng[self._rank_name]
+            self.restore_random_states()
+
+    def restore_random_states(self) -> None:
+        """Put the generators to the states that the last load found, if any: for when what came after it drew numbers.
+
+        Raises:
+            CorruptCheckpointError: They are no states.
+        """
+        if self._loaded_rng is not None:
+            restore_random_state(self._loaded_rng)
 
     @property
     def _rank_name(self) -> str:

@@ -145,6 +145,8 @@ def test_everything_comes_back(paths: bool) -> None:
     assert target.loaded_iteration
     assert target_scaler.get_scale() == 8.0
     assert draw() == expected
+    target.restore_random_states()
+    assert draw() == expected
     assert own["best"] is best
     assert best["at"] is memory
     assert best["loss"] == 0.1
