@@ -69,7 +69,7 @@ def test_a_run_without_a_step_starts_from_scratch_with_a_warning(
 ) -> None:
     choice = choose_step(scene.store)
     assert (choice.status, choice.skipped, choice.committed_ever, choice.latest) == (None, (), False, None)
-    assert "starting from scratch" in caplog.text
+    assert "starts from scratch" in caplog.text
     assert list_steps(scene.store) == []
     assert list_statuses(scene.store) == []
     assert read_latest(scene.store) is None
