@@ -260,6 +260,8 @@ class DistributedCheckpointer:
             if report is not None:
                 self._callbacks.on_load_checkpoint(parts.model_parts, dict(report.states))
             self._callbacks.on_load_checkpoint_end(parts.model_parts, plan.iteration, plan.url)
+            if report is not None and parts.trainer is not None:
+                parts.trainer.restore_random_states()  # again: what took its state since then may have drawn numbers
 
         self._last_load = report
         agree_on(self._caller, end)

@@ -51,10 +51,12 @@ class Parts:
     Attributes:
         model_parts: The modules, for callbacks; empty where none were passed.
         holders: Key to what has its state: a wrapper, a `StateHolder`, or a mapping.
+        trainer: What `add_trainer` made.
     """
 
     model_parts: list[nn.Module] = field(default_factory=list)
     holders: dict[str, object] = field(default_factory=dict)
+    trainer: TrainerState | None = None
 
     @classmethod
     def of_training(
@@ -98,8 +100,8 @@ class Parts:
                 parts.holders[key] = ModelWrapper(parts.model_parts)
             elif key == OPTIM and parts.model_parts and _are(value, torch.optim.Optimizer):
                 parts.holders[key] = OptimizersWrapper(parts.model_parts, cast("Optimizer", value))
-            elif isinstance(value, (list, tuple)) and key == SCHEDULER:
-                parts.holders[key] = SchedulersWrapper(value)
+            elif key == SCHEDULER and not isinstance(value, Mapping):
+                parts.holders[key] = SchedulersWrapper(cast("Scheduler", value))
             else:
                 parts.holders[key] = _check_holder(key, value)
         return parts
@@ -110,7 +112,7 @@ class Parts:
         """Add what is always saved: the iteration, the random number generators, the grad scaler, the user's state."""
         if user is not None:
             _check_holder(TRAINER, user)
-        self.holders[TRAINER] = TrainerState(
+        self.trainer = self.holders[TRAINER] = TrainerState(
             iteration=iteration,
             rank=rank,
             rng=rng,

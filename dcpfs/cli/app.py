@@ -72,9 +72,11 @@ def demo(
     save_dir: Annotated[str, typer.Option(metavar="URL", help="Where the checkpoint goes.")] = "dcpfs-demo",
     storage_options: _StorageOptions = "",
     with_s3: Annotated[bool, typer.Option(help="Start the bundled S3 server and save there.")] = False,
+    plot: Annotated[Path, typer.Option(help="Where the loss curves go, as PNG.")] = Path("dcpfs-demo-loss.png"),
 ) -> None:
-    """Train a real model on 2 ranks, save, kill the job, resume, reshard, and prove that every bit is the same."""
-    from dcpfs.cli.demo.job import DemoError, run_demo
+    """Train a real model on 2 ranks, kill the job in a save, resume, reshard, and prove that every bit is the same."""
+    from dcpfs.cli.demo.job import DemoError, Losses, run_demo
+    from dcpfs.cli.demo.loss_plot import draw_losses
 
     console = Console()
     table = Table(title="dcpfs demo", title_justify="left")
@@ -83,22 +85,22 @@ def demo(
         table.add_column(column, justify="right")
     table.add_column("compared")
     table.add_column("result")
-    passed = True
+    passed, losses = True, Losses()
     with _destination(save_dir, parse_storage_options(storage_options), with_s3) as (url, options):
         from dcpfs.storage.location import Location
 
-        target = Location(url, options).join("step_000000003")
-        console.print(f"Checkpoint: {target.redacted}")
+        target = Location(url, options).join("checkpoints")
+        console.print(f"Checkpoints: {target.redacted}")
         try:
-            for phase in run_demo(target.url, options):
+            for phase in run_demo(target.url, options, losses):
                 console.print(f"  {'ok ' if phase.passed else 'BAD'} {phase.name}: {phase.verdict}")
                 passed = passed and phase.passed
                 megabytes = None if phase.bytes is None else phase.bytes / 1e6
                 table.add_row(
                     phase.name,
                     "-" if megabytes is None else f"{megabytes:.1f}",
-                    f"{phase.seconds:.2f}",
-                    "-" if megabytes is None else f"{megabytes / phase.seconds:.0f}",
+                    f"{phase.seconds:.2f}" if phase.seconds else "-",
+                    "-" if not megabytes or not phase.seconds else f"{megabytes / phase.seconds:.0f}",
                     "-" if phase.requests is None else str(phase.requests),
                     phase.verdict,
                     "equal" if phase.passed else "DIFFERS",
@@ -107,6 +109,8 @@ def demo(
             console.print(str(error), style="red", markup=False)
             raise typer.Exit(1) from None
     console.print(table)
+    draw_losses(losses, plot)
+    console.print(f"Loss curves: {plot}")
     if not passed:
         console.print("FAILED: what was loaded differs from what was saved.", style="bold red")
         raise typer.Exit(1)

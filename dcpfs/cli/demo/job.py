@@ -1,8 +1,9 @@
 """The demo's parent: starts ranks as processes, reads their events, kills them, and compares what they say.
 
-Flow: two FSDP2 ranks train the pretrained model and save → both are killed by SIGKILL in the middle of a later step →
-two fresh processes resume; tensors and the losses of the next steps must be equal bit for bit → one and three ranks
-load the same checkpoint → a process in which dcpfs can't be imported reads it with torch alone.
+Flow: two FSDP2 ranks train the pretrained model to the end, undisturbed → two others train it and save in the
+background, and are killed by SIGKILL in the middle of a save → two fresh ones resume from the newest whole step; its
+tensors, and the losses of all steps to the end, must be those of the first run, bit for bit → one and three ranks load
+the same step → a process in which dcpfs can't be imported reads it with torch alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dcpfs.checkpointer.discovery import list_steps
+from dcpfs.checkpointer.layout import LATEST_NAME, step_name
 from dcpfs.cli.demo import torch_reader
 from dcpfs.cli.demo.rank import Job
+from dcpfs.storage.location import Location
+from dcpfs.storage.opening import open_store
 
-__all__ = ["DemoError", "Phase", "run_demo"]
+__all__ = ["DemoError", "Losses", "Phase", "run_demo"]
 
 _PHASE_TIMEOUT_SECONDS = 600
 
@@ -54,57 +59,97 @@ class Phase:
 @dataclass
 class _RankEvents:
     losses: dict[int, float] = field(default_factory=dict)
-    digests: dict[str, str] = field(default_factory=dict)
-    transfer: dict[str, float] = field(default_factory=dict)
+    digests: dict[int, dict[str, str]] = field(default_factory=dict)
+    transfer: dict[str, float] = field(default_factory=lambda: {"seconds": 0.0, "bytes": 0, "requests": 0})
+    resumed: int = 0
+
+
+@dataclass
+class Losses:
+    """The loss curves of the demo, by step.
+
+    Attributes:
+        undisturbed: Of the run that nobody killed.
+        killed: Of the run that was killed, up to there.
+        resumed: Of the run that went on from its checkpoint.
+    """
+
+    undisturbed: dict[int, float] = field(default_factory=dict)
+    killed: dict[int, float] = field(default_factory=dict)
+    resumed: dict[int, float] = field(default_factory=dict)
 
 
 def run_demo(
     url: str,
     storage_options: Mapping[str, object],
+    losses: Losses,
     *,
-    save_step: int = 3,
-    last_step: int = 5,
+    save_every: int = 2,
+    killed_save: int = 6,
+    last_step: int = 8,
 ) -> Iterator[Phase]:
     """Run the whole demo against ``url`` and yield a row as each phase ends.
 
     Args:
-        url: Where the checkpoint goes; an older one of the demo there is overwritten.
+        url: The ``save_dir``; steps of an older demo there are removed.
         storage_options: For the URL.
-        save_step: Steps before the save.
+        losses: Filled as the phases end.
+        save_every: Steps from save to save.
+        killed_save: The step in whose save the job is killed.
         last_step: Last step whose loss is compared.
 
     Raises:
         DemoError: A process failed; the text holds the end of what it wrote.
     """
+    _remove_steps(url, storage_options)
     with tempfile.TemporaryDirectory(prefix="dcpfs-demo-") as folder:
 
-        def job(role: str, world_size: int) -> Job:
-            return Job(role, 0, world_size, "", url, save_step, last_step, dict(storage_options))
+        def run(role: str, world_size: int) -> list[_RankEvents]:
+            job = Job(role, 0, world_size, "", url, save_every, killed_save, last_step, dict(storage_options))
+            return _run_ranks(job, Path(folder) / f"{role}{world_size}")
 
-        trained = _run_ranks(job("train", 2), Path(folder) / "train")
-        yield _phase("train and save, 2 ranks", trained, "then killed in a step", passed=True)
-        resumed = _run_ranks(job("resume", 2), Path(folder) / "resume")
-        same_tensors = resumed[0].digests == trained[0].digests
-        after = range(save_step + 1, last_step + 1)
-        same_losses = all(resumed[0].losses[step] == trained[0].losses[step] for step in after)
-        verdict = f"{len(trained[0].digests)} tensors, {len(after)} losses"
-        yield _phase("resume, 2 new ranks", resumed, verdict, passed=same_tensors and same_losses)
+        undisturbed = run("train", 2)[0]
+        losses.undisturbed = undisturbed.losses
+        yield Phase("train, 2 ranks, undisturbed", None, 0.0, None, f"{len(losses.undisturbed)} losses", passed=True)
+        killed = run("save", 2)
+        losses.killed = killed[0].losses
+        same = all(losses.undisturbed[step] == loss for step, loss in losses.killed.items())
+        name = f"train and save, killed in save {killed_save}"
+        yield _phase(name, killed, f"{len(losses.killed)} losses", passed=same)
+        resumed = run("resume", 2)
+        losses.resumed, step = resumed[0].losses, resumed[0].resumed
+        expected = undisturbed.digests.get(step, {})
+        same_losses = losses.resumed == {each: losses.undisturbed[each] for each in range(step + 1, last_step + 1)}
+        verdict = f"{len(expected)} tensors, {len(losses.resumed)} losses"
+        passed = bool(expected) and resumed[0].digests == _after(undisturbed.digests, step) and same_losses
+        yield _phase(f"resume from step {step}, 2 new ranks", resumed, verdict, passed=passed)
         for world_size in (1, 3):
-            loaded = _run_ranks(job("check", world_size), Path(folder) / f"check{world_size}")
+            loaded = run("check", world_size)
             plural = "rank" if world_size == 1 else "ranks"
-            passed = loaded[0].digests == trained[0].digests
-            yield _phase(f"load, {world_size} {plural}", loaded, f"{len(trained[0].digests)} tensors", passed=passed)
+            passed = loaded[0].digests == {step: expected}
+            yield _phase(f"load, {world_size} {plural}", loaded, f"{len(expected)} tensors", passed=passed)
         started = time.monotonic()
-        read = _read_with_torch_alone(url, storage_options)
+        read: dict[str, str] = {}
+        for key in ("model", "optim"):
+            where = Location(url, storage_options).join(f"{step_name(step)}/{key}").url
+            read |= {f"{key}/{name}": digest for name, digest in _read_with_torch_alone(where, storage_options).items()}
         seconds = time.monotonic() - started
-        yield Phase(
-            "read by torch alone",
-            None,
-            seconds,
-            None,
-            f"{len(read)} tensors",
-            read == trained[0].digests,
-        )
+        yield Phase("read by torch alone", None, seconds, None, f"{len(read)} tensors", read == expected)
+
+
+def _after(digests: Mapping[int, dict[str, str]], step: int) -> dict[int, dict[str, str]]:
+    return {each: found for each, found in digests.items() if each >= step}
+
+
+def _remove_steps(url: str, storage_options: Mapping[str, object]) -> None:
+    """Remove the steps of an earlier demo, and nothing else."""
+    store = open_store(Location(url, storage_options))
+    try:
+        for iteration in list_steps(store):
+            store.delete([info.path for info in store.list(step_name(iteration))])
+        store.delete([LATEST_NAME])
+    finally:
+        store.close()
 
 
 def _phase(name: str, ranks: list[_RankEvents], verdict: str, *, passed: bool) -> Phase:
@@ -143,10 +188,18 @@ def _run_ranks(job: Job, folder: Path) -> list[_RankEvents]:
         watchdog = _Watchdog(processes)
         stack.callback(watchdog.cancel)
         watchdog.start()
-        return [_follow(process, folder / f"rank{rank}.log") for rank, process in enumerate(processes)]
+        followed = [_follow(process, folder / f"rank{rank}.log") for rank, process in enumerate(processes[:1])]
+        if job.role == "save":  # killed where they are: the first rank has said that its save began
+            for process in processes:
+                process.kill()
+        return followed + [
+            _follow(process, folder / f"rank{rank}.log", killed=job.role == "save")
+            for rank, process in enumerate(processes[1:], start=1)
+        ]
 
 
-def _follow(process: subprocess.Popen[str], log: Path) -> _RankEvents:
+def _follow(process: subprocess.Popen[str], log: Path, *, killed: bool = False) -> _RankEvents:
+    """Read a rank's events until it is done, or begins the save in which the job is killed."""
     events = _RankEvents()
     for line in process.stdout or ():
         event = json.loads(line)
@@ -154,11 +207,15 @@ def _follow(process: subprocess.Popen[str], log: Path) -> _RankEvents:
         if kind == "step":
             events.losses[event["step"]] = event["loss"]
         elif kind == "fingerprints":
-            events.digests = event["digests"]
+            events.digests[event["step"]] = event["digests"]
         elif kind == "transfer":
             events.transfer = event
-        elif kind == "done":
+        elif kind == "resumed":
+            events.resumed = event["step"]
+        elif kind in ("done", "saving"):
             return events
+    if killed:
+        return events
     tail = log.read_text()[-3000:]
     raise DemoError(f"a rank of the demo ended with exit code {process.wait()} before its work was done:\n{tail}")
 
