@@ -9,6 +9,7 @@ the newest supported torch. Whatever is missing in a release is bridged here.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import IO, cast
@@ -35,7 +36,6 @@ __all__ = [
     "ExtensionRegistry",
     "StorageInfo",
     "StreamTransformExtension",
-    "count_process_groups",
     "create_write_items",
     "find_shard",
     "flatten_sharded_tensors",
@@ -46,6 +46,7 @@ __all__ = [
     "is_wrapper",
     "local_part",
     "local_shards",
+    "named_process_group",
     "new_extension_registry",
     "settle",
     "sharding_of",
@@ -56,9 +57,15 @@ __all__ = [
 DCP_VERSION: str = CURRENT_DCP_VERSION
 
 
-def count_process_groups() -> int:
-    """How many process groups this process belongs to. Torch derives names of groups made by members alone from it."""
-    return len(distributed_c10d._world.pg_names)
+@contextlib.contextmanager
+def named_process_group(name: str) -> Iterator[None]:
+    """Let torch give this name to the group that is made within by its members alone. Local; one thread at a time."""
+    derive = distributed_c10d._hash_ranks_to_str
+    distributed_c10d._hash_ranks_to_str = lambda ranks: name  # noqa: ARG005 - torch's parameter
+    try:
+        yield
+    finally:
+        distributed_c10d._hash_ranks_to_str = derive
 
 
 class EntryInfo(StorageInfo):

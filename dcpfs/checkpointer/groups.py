@@ -4,12 +4,11 @@ Problem: a save that exchanges over the training job's group gets in the way of 
 with them and deadlocks (case 50), a long upload trips their watchdog (case 108), and a failure is found by a time-out
 that was set for something else (case 101). Torch makes a new group with all processes of the job, members or not. The
 way it has for members alone derives the group's name from how many groups a process belongs to: it waits in vain where
-these numbers differ, and takes a name twice when a group with the same members was there before, which breaks the
-connections.
+these numbers differ, and takes a name twice when groups come and go, which is refused or breaks the connections.
 
 Way taken: gloo groups on the CPU with a time-out of their own, one for each thread that exchanges. For the whole world
-torch's plain way will do. For a part of it the members first agree on a number that none of them has used, over the
-group that they were given, and bring their count up to it with groups of themselves alone, which go at once.
+torch's plain way will do. A part of it makes its group alone, under a name of ours with a number on which the members
+agree over the group that they were given.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from typing import TYPE_CHECKING
 
 from dcpfs.errors import ConfigError
 from dcpfs.ranks import Ranks
-from dcpfs.torch_private import count_process_groups
+from dcpfs.torch_private import named_process_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["close_group", "global_rank", "make_group"]
 
-_last_counts: dict[tuple[int, ...], int] = {}
-"""Global ranks of a group made by its members alone to the last count that its name was derived from."""
+_last_numbers: dict[tuple[int, ...], int] = {}
+"""Global ranks of a group made by its members alone to the last number in its name."""
 
 
 def make_group(process_group: ProcessGroup | None = None, *, timeout_seconds: float) -> Ranks:
@@ -84,17 +83,8 @@ def global_rank(ranks: Ranks) -> int:
 def _new_partial_group(parent: ProcessGroup, members: list[int], timeout: timedelta) -> object:
     import torch.distributed as dist
 
-    least = max(count_process_groups(), _last_counts.get(tuple(members), -1) + 1)
-    counts: list[int] = [0] * len(members)
-    dist.all_gather_object(counts, least, group=parent)
-    own = dist.get_rank()
-    padding = [
-        dist.new_group([own], backend="gloo", use_local_synchronization=True)
-        for _ in range(max(counts) - count_process_groups())
-    ]
-    try:
-        _last_counts[tuple(members)] = max(counts)
+    numbers: list[int] = [0] * len(members)
+    dist.all_gather_object(numbers, _last_numbers.get(tuple(members), -1) + 1, group=parent)
+    number = _last_numbers[tuple(members)] = max(numbers)
+    with named_process_group(f"dcpfs_{'_'.join(map(str, members))}_{number}"):
         return dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
-    finally:
-        for each in padding:
-            dist.destroy_process_group(each)

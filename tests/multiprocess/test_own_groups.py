@@ -131,3 +131,30 @@ def meet_a_group_of_some_that_can_not_move_cpu_objects() -> list[list[int]]:
 def test_the_cpu_twin_of_a_group_of_some_ranks_is_made_by_them_alone_and_later_groups_still_meet() -> None:
     seen = run_ranks(meet_a_group_of_some_that_can_not_move_cpu_objects, 3)
     assert seen == [[[0, 1], [0, 1, 2]], [[0, 1], [0, 1, 2]], [[], [0, 1, 2]]]
+
+
+def meet_alone_and_with_others() -> list[list[int]]:
+    """Groups of one rank, kept and closed by turns, beside those that torch's meshes make by members alone."""
+    rank = dist.get_rank()
+    seen = []
+    parents = [dist.new_group([each], backend="gloo") for each in range(2)]
+    own = [dist.new_group([rank], backend="gloo", use_local_synchronization=True)]
+    some = dist.new_group([0, 1], backend="gloo")
+    kept = []
+    for number in range(6):
+        alone = make_group(parents[rank], timeout_seconds=60) if rank < 2 else None
+        if alone is not None:
+            assert global_rank(alone) == rank
+            assert alone.world_size == 1
+            kept.append(alone)
+            both = make_group(some, timeout_seconds=60)
+            seen.append(both.all_gather(rank))
+            kept.append(both)
+        if number % 2 and kept:
+            close_group(kept.pop(0))
+        own.append(dist.new_group([rank], backend="gloo", use_local_synchronization=True))
+    return seen
+
+
+def test_groups_of_one_rank_and_of_some_take_no_name_that_is_taken() -> None:
+    assert run_ranks(meet_alone_and_with_others, 3) == [[[0, 1]] * 6, [[0, 1]] * 6, []]
