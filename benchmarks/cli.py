@@ -13,12 +13,17 @@ from benchmarks.contenders import contenders_for
 from benchmarks.figures import Figure, Missing
 from benchmarks.manifest import take
 from benchmarks.place import open_place
+from benchmarks.planning import RanksFigure, SimulationFigure, measure
+from benchmarks.planning import markdown as planning_markdown
 from benchmarks.report import markdown
 from benchmarks.runner import Plan, Runner, order
 from benchmarks.settings import Setting
 from benchmarks.workloads import ANCHOR_BYTES
 
 __all__ = ["app"]
+
+PLANNING = "planning"
+"""The case that stores nothing, and so has no setting."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -33,7 +38,9 @@ _BASELINES = {
 
 @app.command()
 def run(
-    cases: Annotated[list[str] | None, typer.Argument(help=f"Cases; all when none: {', '.join(CASES)}.")] = None,
+    cases: Annotated[
+        list[str] | None, typer.Argument(help=f"Cases; all when none: {', '.join([*CASES, PLANNING])}.")
+    ] = None,
     setting: Annotated[list[Setting] | None, typer.Option(help="Where; can be repeated.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Contender, or module:attribute; can be repeated.")] = None,
     baseline: Annotated[str | None, typer.Option(help="Contender that ratios are to.")] = None,
@@ -44,12 +51,17 @@ def run(
     ] = ANCHOR_BYTES / 1e9,
     disk_directory: Annotated[Path | None, typer.Option(help="Where the disk setting writes.")] = None,
     timeout_seconds: Annotated[float, typer.Option(help="Longest time of one process.")] = 900.0,
+    planning_ranks: Annotated[int, typer.Option(min=2, help="Ranks that the planning case simulates.")] = 1024,
+    planning_torch_ranks: Annotated[int, typer.Option(min=2, help="The same for torch, which needs more.")] = 8,
+    planning_tensors: Annotated[int, typer.Option(min=3, help="Sharded tensors of each rank of that case.")] = 5000,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write every figure as a JSON line.")] = None,
     markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Write the tables.")] = None,
 ) -> None:
     """Measure dcpfs against its peers and the floor of the machine."""
+    plans_too = not cases or PLANNING in cases
+    stored = [name for name in cases or [] if name != PLANNING]
     try:
-        names = order(cases or [])
+        names = order(stored) if stored or not cases else ()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     plans = tuple(
@@ -62,10 +74,11 @@ def run(
             rounds=rounds,
             timeout_seconds=timeout_seconds,
         )
-        for each in setting or [Setting.FAST]
+        for each in (setting or [Setting.FAST] if names else [])
     )
     manifest = take(plans)
     results: list[Figure | Missing] = []
+    planning: list[SimulationFigure | RanksFigure] = []
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(json_path.open("w")) if json_path else None
         if stream is not None:
@@ -77,8 +90,19 @@ def run(
                     if stream is not None:
                         stream.write(result.model_dump_json() + "\n")
                         stream.flush()
+        if plans_too:
+            planning = measure(
+                ranks=planning_ranks,
+                tensors=planning_tensors,
+                torch_ranks=planning_torch_ranks,
+                tell=lambda text: typer.echo(text, err=True),
+            )
+            if stream is not None:
+                stream.writelines(figure.model_dump_json() + "\n" for figure in planning)
     chosen = {each: baseline or name for each, name in _BASELINES.items()}
     text = markdown(manifest, results, chosen)
+    if planning:
+        text += planning_markdown(planning)
     typer.echo(text)
     if markdown_path is not None:
         markdown_path.write_text(text)
