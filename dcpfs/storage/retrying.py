@@ -93,6 +93,14 @@ class RetryPolicy:
             StorageTimeoutError: Another attempt might have helped, but the deadline would have passed.
         """
         started_seconds = self._clock()
+        failed: list[Exception] = []
+        try:
+            # Nearly always the only attempt: what more of them need is not made before.
+            return operation()
+        except MemoryError:
+            raise
+        except Exception as exception:  # noqa: BLE001 - handed over as what it means
+            failed.append(exception)
         attempts = 0
         renewals = 0
 
@@ -103,6 +111,8 @@ class RetryPolicy:
             while True:
                 attempts += 1
                 try:
+                    if failed:
+                        raise failed.pop()
                     return operation()
                 except MemoryError:
                     raise
