@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from dcpfs.errors import ConfigError
@@ -66,6 +67,22 @@ class Proxy:
     headers: Mapping[str, str] = field(repr=False)
 
 
+class _Connection(http.client.HTTPConnection):
+    """A connection that holds a request's head back, so that it leaves with the body."""
+
+    held: bytes | None = None
+
+    def send(self, data: Any) -> None:
+        if self.held is None or self.sock is None:
+            super().send(data)
+        else:
+            self.held += bytes(data)
+
+
+class _SecureConnection(_Connection, http.client.HTTPSConnection):
+    pass
+
+
 class HttpPool:
     """Kept-alive connections. Thread-safe. As many are open as threads ask at once.
 
@@ -90,7 +107,7 @@ class HttpPool:
         self._find_proxy = find_proxy
         self._ssl_context: ssl.SSLContext | None = None
         self._routes: dict[str, Proxy | None] = {}
-        self._idle: dict[str, list[tuple[http.client.HTTPConnection, float]]] = {}
+        self._idle: dict[str, list[tuple[_Connection, float]]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -128,7 +145,7 @@ class HttpPool:
         for connection in idle:
             connection.close()
 
-    def _take(self, origin: str, parts: SplitResult) -> http.client.HTTPConnection:
+    def _take(self, origin: str, parts: SplitResult) -> _Connection:
         while True:
             with self._lock:
                 group = self._idle.get(origin)
@@ -140,7 +157,7 @@ class HttpPool:
             connection.close()
         return self._connect(origin, parts)
 
-    def _give(self, origin: str, connection: http.client.HTTPConnection) -> None:
+    def _give(self, origin: str, connection: _Connection) -> None:
         now_seconds = time.monotonic()
         excess = [connection]
         with self._lock:
@@ -164,7 +181,7 @@ class HttpPool:
             self._routes[origin] = proxy
         return proxy
 
-    def _connect(self, origin: str, parts: SplitResult) -> http.client.HTTPConnection:
+    def _connect(self, origin: str, parts: SplitResult) -> _Connection:
         host = parts.hostname or ""
         secure = parts.scheme == "https"
         port = parts.port or (443 if secure else 80)
@@ -174,13 +191,13 @@ class HttpPool:
             raise ConfigError(f"Can't reach {origin} through a proxy that speaks {via.scheme}: give an http:// proxy")
         address = (via.hostname or "", via.port or 80) if via is not None else (host, port)
         timeout_seconds = self._connect_timeout_seconds
-        connection: http.client.HTTPConnection
+        connection: _Connection
         if secure:
-            connection = http.client.HTTPSConnection(*address, timeout=timeout_seconds, context=self._context())
+            connection = _SecureConnection(*address, timeout=timeout_seconds, context=self._context())
             if proxy is not None:
                 connection.set_tunnel(host, port, headers=dict(proxy.headers))
         else:
-            connection = http.client.HTTPConnection(*address, timeout=timeout_seconds)
+            connection = _Connection(*address, timeout=timeout_seconds)
         connection.response_class = BodyResponse
         try:
             connection.connect()
@@ -199,7 +216,7 @@ class HttpPool:
 
     def _send(
         self,
-        connection: http.client.HTTPConnection,
+        connection: _Connection,
         request: HttpRequest,
         parts: SplitResult,
         buffers: Sequence[memoryview],
@@ -218,9 +235,14 @@ class HttpPool:
                 connection.putheader(name, value)
         if request.method in ("PUT", "POST"):
             connection.putheader("Content-Length", str(sum(map(len, buffers))))
+        if not buffers:
+            connection.endheaders()
+            return
+        connection.held = b""
         connection.endheaders()
+        head, connection.held = connection.held, None
         try:
-            send_buffers(connection.sock, buffers)
+            send_buffers(connection.sock, [memoryview(head), *buffers])
         except (BrokenPipeError, ConnectionResetError):
             # The server may have answered (e.g. SlowDown) and closed before it read the body.
             if not is_readable(connection.sock):
@@ -270,6 +292,6 @@ class Scatter:
         self.done_bytes += size_bytes
 
 
-def _is_silent(connection: http.client.HTTPConnection) -> bool:
+def _is_silent(connection: _Connection) -> bool:
     """Nothing to read on an idle connection: the server has neither closed it nor said anything unasked."""
     return not is_readable(connection.sock)
