@@ -30,7 +30,7 @@ from typing import Protocol, TypeVar, cast
 
 from dcpfs.errors import ConfigError, DcpfsError, ObjectNotFoundError, StorageError, TransferSizeError
 from dcpfs.storage.s3_session import S3Session
-from dcpfs.storage.s3_signing import PartTemplate
+from dcpfs.storage.s3_signing import PartSigner
 from dcpfs.storage.s3_transfer import S3Transfer
 from dcpfs.storage.store import Buffer, ObjectInfo, PartRange
 
@@ -144,7 +144,7 @@ class S3Sink:
         self._creation_failure: DcpfsError | None = None
         self._created: dt.datetime | None = None
         self._maybe_completed = False
-        self._template: PartTemplate | None = None
+        self._signer: PartSigner | None = None
         self._lock = threading.Lock()
         self._creation = threading.Lock()
         self._in_flight = 0
@@ -209,23 +209,20 @@ class S3Sink:
             raise StorageError(f"Can't write {self._writer.target}: its upload was aborted")
 
     def _upload(self, number: int, views: Sequence[memoryview]) -> dict[str, object]:
-        upload_id = self._create()
-        key = self._writer.key
+        signer = self._create()
 
         def attempt() -> str:
             self._refuse_aborted()
-            etag, template = self._transfer.put_part(self._template, key, upload_id, number, views)
-            self._template = template
-            return etag
+            return self._transfer.put_part(signer, number, views)
 
         etag = self._writer.attempt(f"write part {number} of", attempt)
         return {"PartNumber": number, "ETag": etag, **self._transfer.checksum(views)}
 
-    def _create(self) -> str:
+    def _create(self) -> PartSigner:
         with self._creation:
             if self._creation_failure is not None:
                 raise self._creation_failure
-            if self._upload_id is None:
+            if self._upload_id is None or self._signer is None:
                 key = self._writer.key
 
                 def attempt() -> str:
@@ -240,7 +237,8 @@ class S3Sink:
                     # The threads that wait here with other parts need not find out for themselves.
                     self._creation_failure = failure
                     raise
-            return self._upload_id
+                self._signer = self._transfer.part_signer(key, self._upload_id, len(self._parts))
+            return self._signer
 
     def _publish_single(self) -> ObjectInfo:
         if self._content is None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from dcpfs.errors import StorageError, TransferSizeError
 from dcpfs.storage.s3_http import HttpRequest, Scatter
 from dcpfs.storage.s3_session import S3Session
-from dcpfs.storage.s3_signing import PartTemplate, S3Signer
+from dcpfs.storage.s3_signing import PartSigner, S3Signer
 from dcpfs.storage.translate import Classified, FailedAttempt, FailureKind, ResponseError
 
 __all__ = ["RangedRead", "S3Transfer", "parse_content_range", "parse_error"]
@@ -115,17 +115,18 @@ class S3Transfer:
             response.read()
             return response.getheader("ETag")
 
-    def put_part(
-        self, template: PartTemplate | None, key: str, upload_id: str, number: int, buffers: Sequence[memoryview]
-    ) -> tuple[str, PartTemplate | None]:
-        """Write one part. Returns its ETag and the template for the next part's signature."""
-        request, template = self._signer.sign_part(template, key, upload_id, number, buffers)
-        with self._exchange(request, buffers) as response:
+    def part_signer(self, key: str, upload_id: str, parts: int) -> PartSigner:
+        """Signs the parts of an upload, for `put_part`."""
+        return PartSigner(self._signer, key, upload_id, parts)
+
+    def put_part(self, signer: PartSigner, number: int, buffers: Sequence[memoryview]) -> str:
+        """Write one part. Returns its ETag."""
+        with self._exchange(signer.sign(number, buffers), buffers) as response:
             response.read()
             etag = response.getheader("ETag")
         if not etag:
             raise ResponseError(502, "", f"the answer to part {number} names no ETag")
-        return etag, template
+        return etag
 
     def head(self, key: str) -> dict[str, object]:
         """Describe an object.

@@ -15,7 +15,7 @@ from dcpfs.config import RetryConfig
 from dcpfs.storage.location import Location
 from dcpfs.storage.s3_http import HttpRequest
 from dcpfs.storage.s3_session import S3Session
-from dcpfs.storage.s3_signing import S3Signer
+from dcpfs.storage.s3_signing import PartSigner, S3Signer
 from dcpfs.testing.http_exchange import Head
 from dcpfs.testing.s3_signature import Credential, verify
 
@@ -67,15 +67,15 @@ def check(request: HttpRequest, body: bytes = b"", *, token: str | None = None, 
 
 def test_requests_are_signed_in_their_headers_without_their_payload(signing: Signing) -> None:
     signer = signing()
-    template = None
     check(signer.sign_get(KEY, None))
     check(signer.sign_put(KEY, BODY, {"IfNoneMatch": "*"}))
-    for number in (1, 2, 9999):
-        request, template = signer.sign_part(template, KEY, "up/load+id=", number, BODY)
+    parts = PartSigner(signer, KEY, "up/load+id=", 9999)
+    # In any order, and again: those that were signed ahead and those that were not.
+    for number in (1, 2, 3, 2, 9999, 9999, 1000):
+        request = parts.sign(number, BODY)
         check(request)
         assert parse_qs(urlsplit(request.url).query) == {"partNumber": [str(number)], "uploadId": ["up/load+id="]}
         assert request.headers["X-Amz-Content-SHA256"] == "UNSIGNED-PAYLOAD"
-    assert template is not None
 
 
 def test_one_signature_serves_all_ranges_of_an_object(signing: Signing) -> None:
@@ -91,11 +91,15 @@ def test_case_81_a_new_client_makes_new_signatures(signing: Signing) -> None:
     signer = signing()
     session = signer._session
     before = signer.sign_get(KEY, None)
-    _, template = signer.sign_part(None, KEY, "id", 1, BODY)
+    parts = PartSigner(signer, KEY, "id", 4)
+    for number in (1, 2):
+        parts.sign(number, BODY)
+    template = parts._template
     session.refresh(session.generation)
     assert signer.sign_get(KEY, None) is not before
-    _, renewed = signer.sign_part(template, KEY, "id", 2, BODY)
-    assert renewed is not template
+    check(parts.sign(3, BODY))
+    assert parts._template is not template
+    assert not parts._ahead, "signed by the client that was replaced"
     stale = session.generation - 1
     client = session.client
     session.refresh(stale)
@@ -130,7 +134,7 @@ def test_case_77_options_reach_the_requests_that_know_them(signing: Signing) -> 
         s3_additional_kwargs={"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "key-1", "StorageClass": "STANDARD_IA"},
     )
     get, put = signer.sign_get(KEY, None), signer.sign_put(KEY, BODY, {})
-    part, _ = signer.sign_part(None, KEY, "id", 1, BODY)
+    part = PartSigner(signer, KEY, "id", 1).sign(1, BODY)
     for request in (get, put, part):
         check(request, token="session-token")
         assert request.headers["x-amz-request-payer"] == "requester"
@@ -142,8 +146,9 @@ def test_case_77_options_reach_the_requests_that_know_them(signing: Signing) -> 
 
 def test_anonymous_requests_carry_no_signature(signing: Signing) -> None:
     signer = signing(anon=True, key=None, secret=None)
-    _, template = signer.sign_part(None, KEY, "id", 1, BODY)
-    again, _ = signer.sign_part(template, KEY, "id", 7, BODY)
+    parts = PartSigner(signer, KEY, "id", 7)
+    parts.sign(1, BODY)
+    again = parts.sign(7, BODY)
     for request in (signer.sign_get(KEY, None), signer.sign_put(KEY, BODY, {}), again):
         assert "authorization" not in {name.lower() for name in request.headers}
     assert parse_qs(urlsplit(again.url).query)["partNumber"] == ["7"]
@@ -151,9 +156,9 @@ def test_anonymous_requests_carry_no_signature(signing: Signing) -> None:
 
 def test_signed_payloads_where_the_user_asks_for_them(signing: Signing) -> None:
     signer = signing(config_kwargs={"s3": {"payload_signing_enabled": True}})
-    template = None
+    parts = PartSigner(signer, KEY, "id", 9)
     for number in (1, 2):
-        request, template = signer.sign_part(template, KEY, "id", number, BODY)
+        request = parts.sign(number, BODY)
         check(request, b"hello world")
         assert request.headers["X-Amz-Content-SHA256"] == hashlib.sha256(b"hello world").hexdigest()
     check(signer.sign_put(KEY, BODY, {}), b"hello world")
@@ -163,9 +168,9 @@ def test_case_85_checksums_only_where_the_user_asks_for_them_and_never_as_traile
     plain = signing().sign_put(KEY, BODY, {})
     assert not [name for name in plain.headers if "checksum" in name.lower() or "trailer" in name.lower()]
     signer = signing(config_kwargs={"request_checksum_calculation": "when_supported"})
-    template = None
+    parts = PartSigner(signer, KEY, "id", 9)
     for number, body in ((1, BODY), (2, BODY[:1]), (3, ())):
-        request, template = signer.sign_part(template, KEY, "id", number, body)
+        request = parts.sign(number, body)
         check(request)
         wanted = zlib.crc32(b"".join(body)).to_bytes(4, "big")
         headers = {name.lower(): value for name, value in request.headers.items()}
