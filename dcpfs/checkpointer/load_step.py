@@ -15,7 +15,7 @@ then on any rank (``written_keys``)::
     coordinator   GET every .metadata, hold against the manifest           one broadcast
     all           templates, match, rank files                             one gathering
     all           fetch                                                    one gathering
-    all           hand over: model, optim, scheduler, ...                  one gathering
+    all           hand over: model, optim, all others                      one gathering each
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from dcpfs.checkpointer.choices import WorldSizePolicy
-from dcpfs.checkpointer.layout import DATALOADER, MODEL, TRAINER
+from dcpfs.checkpointer.layout import DATALOADER, MODEL, OPTIM, TRAINER
 from dcpfs.checkpointer.load_report import KeyReport, StepLoadReport, Strictness, choose_strictness
 from dcpfs.checkpointer.manifest import Manifest
 from dcpfs.checkpointer.model_state import list_names
@@ -191,7 +192,8 @@ class _StepLoad:
         with self._phases.phase("read") as phase:
             values = self._read(phase)
         with self._phases.phase("apply"):
-            self._agree_on_written(self._attempt(lambda: self._apply(values)))
+            for keys in self._turns():
+                self._agree_on_written(self._attempt(partial(self._apply, keys, values)))
         return self._report()
 
     # --- what is there
@@ -447,8 +449,21 @@ class _StepLoad:
 
     # --- taking over
 
-    def _apply(self, values: Mapping[str, object]) -> None:
+    def _turns(self) -> list[list[str]]:
+        """The keys in turns that end in an exchange, alike on all ranks.
+
+        A model or optimizer may take its state in collectives of the trainer's own (FSDP1 does): a rank that failed in
+        the turn before would leave the others waiting there.
+        """
+        turns: list[list[str]] = [[]]
         for key in self.keys:
+            turns[-1].append(key)
+            if key in (MODEL, OPTIM) and key in self._passed and self._ranks.world_size > 1:
+                turns.append([])
+        return [turn for turn in turns if turn] or [[]]
+
+    def _apply(self, keys: Sequence[str], values: Mapping[str, object]) -> None:
+        for key in keys:
             loading: KeyLoading | RankFileLoading | None = self._loadings.get(key) or self._rank_files.get(key)
             if loading is None:
                 continue
