@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 
-from dcpfs.checkpointer.choices import AsyncMode
+from dcpfs.checkpointer.choices import Access, AsyncMode
 from dcpfs.checkpointer.config import CheckpointConfig
 from dcpfs.checkpointer.load_step import Strictness, choose_strictness
 from dcpfs.checkpointer.phases import Phases
@@ -20,9 +20,12 @@ from dcpfs.checkpointer.resume import ResumeRules, ResumeSearch
 from dcpfs.checkpointer.retention import Retention, RetentionPolicy
 from dcpfs.checkpointer.save_context import MakeWriter, SaveContext
 from dcpfs.checkpointer.saver import InlineSaver, Saver, ThreadSaver
+from dcpfs.errors import ConfigError
 from dcpfs.ranks import Ranks
 
-__all__ = ["make_phases", "make_saver", "make_search", "strictness_of"]
+__all__ = ["make_phases", "make_saver", "make_search", "share_settings", "strictness_of"]
+
+_SHARED = ("async_mode", "max_in_flight", "when_busy", "on_save_error", "max_consecutive_failures")
 
 
 def make_phases(
@@ -111,6 +114,38 @@ def make_saver(
     if config.async_mode is AsyncMode.DISABLED:
         return InlineSaver(context, new_phases)
     return ThreadSaver(context, new_phases, caller, max_in_flight=config.max_in_flight, when_busy=config.when_busy)
+
+
+def share_settings(
+    config: CheckpointConfig, access: Access, ranks: Ranks, *, global_rank: int, data_rank: int | None
+) -> int | None:
+    """Find out that all ranks have the settings by which they decide apart what they do together. Collective.
+
+    Args:
+        config: The settings.
+        access: What the checkpointer is used for.
+        ranks: Of the calling thread.
+        global_rank: This process's rank in the job.
+        data_rank: Which part of the data this rank trains on; None: its own.
+
+    Returns:
+        Global rank whose dataloader file is this rank's: the lowest of those with the same part. None: its own.
+
+    Raises:
+        ConfigError: A setting differs; on all ranks.
+    """
+    shared = {name: str(getattr(config, name)) for name in _SHARED}
+    shared.update(access=access.value, save_dir=config.save_location().redacted)
+    told = ranks.all_gather((data_rank, global_rank, shared))
+    _, first, expected = told[0]
+    for _, rank, theirs in told[1:]:
+        for name, value in expected.items():
+            if theirs[name] != value:
+                raise ConfigError(
+                    f"can't make a checkpointer: {name} is {value} on rank {first} and {theirs[name]} on rank {rank}; "
+                    "give all ranks the same settings"
+                )
+    return None if data_rank is None else min(rank for part, rank, _ in told if part == data_rank)
 
 
 def _save_phases(config: CheckpointConfig, rank: int, iteration: int) -> Phases:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
-from dcpfs.checkpointer.assembly import make_phases, make_saver, make_search, strictness_of
+from dcpfs.checkpointer.assembly import make_phases, make_saver, make_search, share_settings, strictness_of
 from dcpfs.checkpointer.callbacks import CheckpointCallbacks
 from dcpfs.checkpointer.choices import Access, WorldSizePolicy
 from dcpfs.checkpointer.config import CheckpointConfig
@@ -103,7 +103,26 @@ class DistributedCheckpointer:
         data_rank: int | None = None,
         reshard_dataloader: ReshardHook | None = None,
     ) -> None:
+        self._life = _Life.OPEN
         self._caller = make_group(process_group, timeout_seconds=_timeout_of(config))
+        self._saving = Ranks()
+        try:
+            self._open(config, callbacks, process_group, access, data_rank)
+        except BaseException:
+            close_group(self._saving)
+            close_group(self._caller)
+            raise
+        self._reshard: WorldSizePolicy | ReshardHook = reshard_dataloader or config.on_world_size_change
+
+    def _open(
+        self,
+        config: CheckpointConfig,
+        callbacks: object,
+        process_group: ProcessGroup | None,
+        access: Access | str,
+        data_rank: int | None,
+    ) -> None:
+        """Collective. What fails on one rank, or is not the same on all, fails on all."""
         self._access = Access.READ_WRITE
         self._callbacks = CheckpointCallbacks()
 
@@ -117,16 +136,14 @@ class DistributedCheckpointer:
         agree_on(self._caller, check)
         self._config = config
         self._directory = SaveDirectory(config)
-        self._reshard: WorldSizePolicy | ReshardHook = reshard_dataloader or config.on_world_size_change
         self._global_rank = global_rank(self._caller)
-        self._file_rank = self._share_data_ranks(data_rank)
-        self._saving = Ranks()
+        self._file_rank = share_settings(
+            config, self._access, self._caller, global_rank=self._global_rank, data_rank=data_rank
+        )
         self._saver: Saver | None = None
         self._exit_hook: ExitHook | None = None
         self._preemption = SaveFlag()
         self._verdicts = Verdicts(self._callbacks, self._caller, config.on_save_error, config.max_consecutive_failures)
-        self._last_load: StepLoadReport | None = None
-        self._life = _Life.OPEN
         if self._access is Access.READ_WRITE:
             self._saving = make_group(process_group, timeout_seconds=config.timeout_seconds)
             overridden = type(self).get_storage_writer is not DistributedCheckpointer.get_storage_writer
@@ -349,15 +366,16 @@ class DistributedCheckpointer:
         saver = self._saver
         if saver is None:
             raise ConfigError("can't save: this checkpointer was made with access='read_only'")
-        check_iteration(iteration)
         outcomes, has_room = saver.make_room(iteration)
         self._verdicts.handle(outcomes)
         if not has_room:
             return
+        asked = self._preemption.requested
         step: LocalStep | None = None
         error: BaseException | None = None
         parts = Parts()
         try:
+            check_iteration(iteration)
             self._verdicts.raise_own_late()
             if not self._directory.probed:
                 self.probe()
@@ -379,7 +397,8 @@ class DistributedCheckpointer:
             outcomes = saver.submit(SaveRequest(iteration, step, error, moves_latest=not exports))
         except Exception as failure:  # noqa: BLE001 - handled as what became of the save
             outcomes = [SaveOutcome(iteration, None, failure, 0.0)]
-        self._preemption.clear()
+        if asked and all(outcome.error is None for outcome in outcomes):
+            self._preemption.clear()  # who asks from here on may want what comes after these values
         self._verdicts.handle(outcomes)
         self._verdicts.tell(lambda: self._callbacks.on_save_checkpoint_end(parts.model_parts, iteration))
 
@@ -457,10 +476,9 @@ class DistributedCheckpointer:
             if self._exit_hook is not None:
                 self._exit_hook.cancel()
             if self._saver is not None:
-                self._saver.close()
-                failure = self._saver.failure()
-                if failure is not None:
+                for failure in self._saver.drain(self._config.timeout_seconds):
                     _logger.error("a save in the background had failed: %s", failure)
+                self._saver.close()
 
     # --- around it
 
@@ -547,13 +565,6 @@ class DistributedCheckpointer:
     def _require_open(self, verb: str) -> None:
         if self._life is _Life.CLOSED:
             raise CheckpointError(f"can't {verb}: the checkpointer is closed; make a new one")
-
-    def _share_data_ranks(self, data_rank: int | None) -> int | None:
-        """Global rank whose dataloader file is this rank's; None: its own. Collective."""
-        told = self._caller.all_gather((data_rank, self._global_rank))
-        if data_rank is None:
-            return None
-        return min(rank for part, rank in told if part == data_rank)
 
     def _make_writer(self, location: Location) -> StorageWriter:
         return self.get_storage_writer(location.url)
