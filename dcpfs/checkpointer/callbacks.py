@@ -101,6 +101,10 @@ class CheckpointCallbacks:
         for callback in _members(callbacks):
             self._add(callback)
 
+    def listens(self, method: str) -> bool:
+        """Whether any callback has a method of `CheckpointCallback`."""
+        return bool(self._calls[method])
+
     def on_save_checkpoint_start(self, model_parts: Sequence[nn.Module], iteration: int) -> None:
         """See `CheckpointCallback`. An exception of one ends the save."""
         self._ask("on_save_checkpoint_start", model_parts=model_parts, iteration=iteration)

@@ -265,6 +265,7 @@ class DistributedCheckpointer:
                     search,
                     plan,
                     strict=strictness_of(config, plan.keys),
+                    read_extra=self._callbacks.listens("on_load_checkpoint"),
                     renaming=config.renaming(),
                     on_world_size_change=self._reshard,
                     trust=config.trust,

@@ -11,6 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
 from dcpfs.checkpointer.config import CheckpointConfig
 from dcpfs.checkpointer.layout import DATALOADER, check_key, rank_file_name
 from dcpfs.checkpointer.parts import StateHolder, find_topology, state_of
@@ -19,6 +22,9 @@ from dcpfs.checkpointer.step_plan import LocalStep, plan_step
 from dcpfs.errors import ConfigError
 
 __all__ = ["plan_states"]
+
+_PLAIN = (torch.Tensor, dict, list, tuple, str, int, float, bytes, type(None))
+"""Asked first: asking whether an object fits the protocol takes 15 µs."""
 
 
 def plan_states(
@@ -57,7 +63,7 @@ def plan_states(
                 name = f"{DATALOADER}/{rank_file_name(rank)}"
                 rank_files[name] = encode_rank_state(state, key=DATALOADER, rank=rank, trust=config.trust)
         elif isinstance(state, Mapping):
-            nested[check_key(key)] = state
+            nested[check_key(key)] = {name: _asked(value) for name, value in state.items()}
         else:
             raise ConfigError(f"can't save {key!r}: its state is a {type(state).__name__} and no mapping")
     return plan_step(
@@ -70,3 +76,8 @@ def plan_states(
         metric=metric,
         topology=find_topology(nested),
     )
+
+
+def _asked(value: object) -> object:
+    """A value of a mapping, or the state of an object there, as torch's own save asks for it."""
+    return value if isinstance(value, _PLAIN) or not isinstance(value, Stateful) else value.state_dict()
