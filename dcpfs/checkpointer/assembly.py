@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from enum import Enum
 
 from dcpfs.checkpointer.choices import Access, AsyncMode
 from dcpfs.checkpointer.config import CheckpointConfig
@@ -134,7 +135,8 @@ def share_settings(
     Raises:
         ConfigError: A setting differs; on all ranks.
     """
-    shared = {name: str(getattr(config, name)) for name in _SHARED}
+    settings: dict[str, object] = {name: getattr(config, name) for name in _SHARED}
+    shared = {name: str(each.value if isinstance(each, Enum) else each) for name, each in settings.items()}
     shared.update(access=access.value, save_dir=config.save_location().redacted)
     told = ranks.all_gather((data_rank, global_rank, shared))
     _, first, expected = told[0]
