@@ -144,13 +144,15 @@ def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisti
     latest = _read_latest(store)
     own = f"{step_name(iteration)}/{WRITING_NAME}"
     claimed = not _look(store, iteration) and _put_fresh(store, iteration, save_id)
-    if claimed and _look(store, iteration) <= {own}:
-        return Claim(iteration, save_id, ClaimState.FRESH, latest=latest)
+    fresh = False
     try:
+        fresh = claimed and _look(store, iteration) <= {own}
+        if fresh:
+            return Claim(iteration, save_id, ClaimState.FRESH, latest=latest)
         return _claim_occupied(store, iteration, save_id, on_existing, latest)
     finally:
-        if claimed and read_owner(store, iteration) == save_id:  # the step is not this save's before `withdraw_step`
-            store.delete([own])
+        if claimed and not fresh and read_owner(store, iteration) == save_id:
+            store.delete([own])  # the step is not this save's before `withdraw_step`
 
 
 def _claim_occupied(store: Store, iteration: int, save_id: str, on_existing: OnExisting, latest: str | None) -> Claim:

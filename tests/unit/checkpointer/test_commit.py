@@ -61,7 +61,7 @@ def mutations(store: RecordingStore) -> list[tuple[str, str]]:
     return [(call.verb, call.path) for call in store.calls if call.verb in ("put", "delete")]
 
 
-def test_case_33_and_35_the_order_of_a_fresh_save(objects: Objects) -> None:
+def test_cases_33_35_the_order_of_a_fresh_save(objects: Objects) -> None:
     store = RecordingStore(SharedStore(objects))
     claim = claim_step(store, 5, "a")
     assert claim == Claim(5, "a", ClaimState.FRESH)
