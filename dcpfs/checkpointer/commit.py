@@ -6,8 +6,8 @@ one, can both put their marker on files of which each wrote some.
 
 Way taken: nothing is loadable without ``manifest.json``, which lists every file; it comes last and goes first::
 
-    claim_step     look at the step: one listing. Empty? → .writing, which makes the step this save's. Otherwise nothing
-                   is touched yet: the ranks may still find that they can't save
+    claim_step     look at the step. Empty? → .writing, which makes the step this save's, and look again. Otherwise
+                   nothing is touched yet: the ranks may still find that they can't save
     withdraw_step  .writing, now with this save's id → manifest away → every .metadata → old files. From the first of
                    these on nothing is loadable here, so another complete step is required
     (the ranks write; `ownership` says how names are kept apart)
@@ -17,10 +17,11 @@ Way taken: nothing is loadable without ``manifest.json``, which lists every file
 
 Two saves of one step: who puts ``.writing`` last owns it. Let A be the older. If A puts its manifest before B puts
 ``.writing``, A's step is whole, and B withdraws it like any other. If A asks after that, it finds B and gives up.
-Between these, A asks, B puts ``.writing``, A puts its manifest: all files of A were there when A asked, so B, which
-lists after it has put ``.writing``, sees and deletes them all, ``.metadata`` first. A's manifest then is whole and
-true, or lacks files and is no complete step; A asks once more, finds B and reports that it lost. B, still the owner,
-replaces A's manifest by its own. At most one of them reports a commit.
+Between these, A asks, B puts ``.writing``, A puts its manifest: all files of A were there when A asked. B lists after
+it has put ``.writing``, so it sees them all, and asks once more before it deletes them, so that none can be of a still
+later save. A's manifest then is whole and true, or lacks files and is no complete step; A asks once more, finds B and
+reports that it lost. B, still the owner, replaces A's manifest by its own. At most one of them reports a commit, but
+where the later one overwrites what the earlier one has committed. ``tests/faults/test_two_saves.py`` tries the orders.
 
 On stores without conditional puts all this holds but for the time within a put between its own look and its write.
 There an older manifest can replace a newer one, whose step then lacks files and isn't loaded: lost, never mixed.
@@ -32,6 +33,7 @@ complete: a resume that starts at an older one, without a word, is worse.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 from collections.abc import Iterable
@@ -151,8 +153,10 @@ def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisti
             return Claim(iteration, save_id, ClaimState.FRESH, latest=latest)
         return _claim_occupied(store, iteration, save_id, on_existing, latest)
     finally:
-        if claimed and not fresh and read_owner(store, iteration) == save_id:
-            store.delete([own])  # the step is not this save's before `withdraw_step`
+        if claimed and not fresh:  # the step is not this save's before `withdraw_step`
+            with contextlib.suppress(StorageError):
+                if read_owner(store, iteration) == save_id:
+                    store.delete([own])
 
 
 def _claim_occupied(store: Store, iteration: int, save_id: str, on_existing: OnExisting, latest: str | None) -> Claim:
@@ -175,10 +179,10 @@ def _claim_occupied(store: Store, iteration: int, save_id: str, on_existing: OnE
         _logger.warning("overwriting %s, which can't be loaded: %s", step, status.reason)
     else:
         _logger.warning(
-            "taking over %s from a save that left %d files and no manifest: it died there, or is still at work in "
-            "another job, which will fail",
+            "taking over %s from a save that left %d files and no manifest: it failed, or is still at work in another "
+            "job, where it will fail",
             step,
-            sum(map(_is_ours, status.files)),
+            sum(_is_ours(name) and name != WRITING_NAME for name in status.files),
         )
     return Claim(iteration, save_id, ClaimState.EXISTS, first_file_number(save_id), predecessor, latest, on_existing)
 
