@@ -5,19 +5,21 @@ wakes up, in mid-upload, and goes on: it puts its files over those of the new on
 it failed. Whatever it asked before it fell asleep is no longer true, and no store lets a request say "only if I am
 still the one".
 
-Way taken: ``.writing`` holds the id of the one save that may publish; who comes last owns the step. Three things keep
+Way taken: ``.writing`` holds the id of the one save that may publish; who puts it last owns the step. Three things keep
 an old owner from doing harm, however late it wakes up:
 
 * A save that finds anything in its step numbers its data files in a block of its own. No two saves then share the name
   of a data file, so neither can change or delete what the other one vouches for.
 * Names that every save uses (``.metadata``, ``rank_0.pkl``, ``manifest.json``) are put only where nothing stands, by
   the store itself where it can (`Capabilities.conditional_put`). When something does, ``.writing`` decides: the owner
-  replaces it, anyone else is told that it was superseded.
+  replaces it, the manifest that may vouch for it first; anyone else is told that it was superseded.
 * Who is superseded deletes nothing but its own data files.
 
-What is left is the time between a question and the request that follows it, and only for names that all saves use.
-An old owner that stalls exactly there can damage the new step, which shows at once: the manifest holds sizes and
-checksums, and every ``.metadata`` the save id. No order of events makes a mix that loads.
+What is left is the time between a question and the request that follows it, and only for names that all saves use. (On
+stores without conditional puts, two saves that both find the step empty within the same request share the names of
+data files as well.) An old owner that stalls exactly there can damage the new step. That shows: a load checks
+``.metadata`` and rank files against the manifest's checksums, and entries against those in ``.metadata``. No order of
+events makes a mix that loads.
 """
 
 from __future__ import annotations
