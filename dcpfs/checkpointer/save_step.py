@@ -52,7 +52,6 @@ from dcpfs.checkpointer.phases import Phases
 from dcpfs.checkpointer.save_context import SaveContext, StepReport
 from dcpfs.checkpointer.step_plan import (
     GlobalPlan,
-    decode_assigned,
     decode_results,
     encode_local_plans,
     encode_results,
@@ -289,7 +288,7 @@ class _Save:
             assigned = self._global.assigned if self._global is not None else None
         mine = self._ranks.scatter_outcome(assigned, failure, error)
         plans.remember(step, mine, self._global)
-        return decode_assigned(mine, step)
+        return plans.assigned(step)
 
     def _make_writers(self) -> None:
         context, step = self._context, self.step
