@@ -8,7 +8,9 @@ import functools
 import itertools
 import logging
 import os
+import shutil
 import signal
+import threading
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +24,16 @@ import dcpfs
 from dcpfs.checkpointer import save_step as save_step_module
 from dcpfs.checkpointer.discovery import choose_step
 from dcpfs.checkpointer.layout import step_name
+from dcpfs.checkpointer.load_step import load_step
 from dcpfs.checkpointer.phases import Phases
+from dcpfs.checkpointer.rank_state import encode_rank_state
 from dcpfs.checkpointer.save_context import SaveContext
 from dcpfs.checkpointer.save_step import save_step
 from dcpfs.checkpointer.step_plan import plan_step
 from dcpfs.config import Durability, RetryConfig, TransferConfig
 from dcpfs.errors import DcpfsError
 from dcpfs.ranks import Ranks
+from dcpfs.storage.local_store import LocalStore
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Store
@@ -61,7 +66,7 @@ def states(version: int, rank: int = 0, world_size: int = 1) -> dict[str, dict[s
 
 
 def rank_file(version: int, rank: int = 0) -> bytes:
-    return f"position of {rank} at {version}".encode() * 20
+    return encode_rank_state({"position": [version, rank] * 20}, key="dataloader", rank=rank)
 
 
 def save(
@@ -289,3 +294,57 @@ def test_case_2_a_rank_that_fails_while_a_step_is_overwritten_leaves_no_mix(tmp_
     assert {path.name for path in left} <= {".writing"}, "nothing of the old save, nothing of the new"
     assert run_ranks(_save_ranks, 2, str(tmp_path), 2, None, None) == ["", ""]
     assert loaded(place) == 2
+
+
+class Interruption:
+    """Does something once, in between two requests of whoever reads local files."""
+
+    def __init__(self, number: int, action: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+        self.happened = False
+        self._number = number
+        self._action = action
+        self._lock = threading.Lock()
+        for verb in ("get", "get_tail", "read_into", "head", "list"):
+            patch.setattr(LocalStore, verb, self._around(getattr(LocalStore, verb)))
+
+    def _around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            with self._lock:
+                self._number -= 1
+                due = self._number == 0
+            if due:
+                self.happened = True
+                self._action()
+            return call(*arguments, **options)
+
+        return counted
+
+
+def test_case_2_whoever_reads_while_the_step_is_overwritten_gets_one_whole_step_or_an_error(tmp_path: Path) -> None:
+    prepare(Location(tmp_path / "made"), Before.SAME)
+    read: set[int] = set()
+    for number in itertools.count(1):
+        place = Location(tmp_path / str(number))
+        shutil.copytree(tmp_path / "made", place.path)
+        parts: dict[str, dict[str, Any]] = {**states(0), "dataloader": {}}
+        with pytest.MonkeyPatch.context() as patch:
+            save_new = functools.partial(save, None, place, 1, STEP, Ranks())
+            interruption = Interruption(number, save_new, patch)
+            try:
+                with opened(place) as store:
+                    status = choose_step(store).status
+                assert status is not None
+                where = place.join(step_name(status.iteration or 0))
+                load_step(parts, where, keys=tuple(parts), manifest=status.manifest, transfer=PARTS, retry=ONCE)
+            except DcpfsError:
+                continue  # half of the parts may be changed by now; the error says so
+        version = parts["trainer"]["iteration"]
+        read.add(version)
+        for key, state in states(version).items():
+            assert parts[key].keys() == state.keys()
+            assert all(equal(parts[key][name], value) for name, value in state.items()), f"{number}: {key}"
+        assert parts["dataloader"] == {"position": [version, 0] * 20}
+        if not interruption.happened:
+            break
+    assert read >= {1, 50}
