@@ -187,6 +187,7 @@ class ResumeSearch:
         self._warm_steps: StepSearch | None = None
         self._rejected: set[int | None] = set()
         self._reason = ""
+        self._damage: CorruptCheckpointError | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -205,7 +206,7 @@ class ResumeSearch:
         Raises:
             CheckpointNotFoundError: ``load_path`` or ``load_step`` is not there.
             IncompleteCheckpointError: Steps were committed and none is usable.
-            CorruptCheckpointError: What ``load_path`` names is damaged, or was told to be.
+            CorruptCheckpointError: Likewise, and one turned out damaged; or what ``load_path`` names is.
             CheckpointError: A ``load_path`` with training state does not say its iteration.
             StorageError: A store could not be asked.
         """
@@ -219,7 +220,7 @@ class ResumeSearch:
                     checked = own.status if self.rules.verify else None
                     told = _Told(replace(own, location=None, manifest=None, status=None), path, checked)
                 except BaseException as error:  # noqa: BLE001 - broadcast to all ranks, which raise it
-                    failure = error
+                    failure = self._none_left(error)
             told = self.ranks.broadcast_outcome(told, failure, None)
             if told is None:
                 raise RuntimeError("the coordinator has neither an error nor a plan")
@@ -227,15 +228,24 @@ class ResumeSearch:
             faults = self._verify(plan, told.checked) if told.checked is not None else ""
             if not faults:
                 return plan
-            self.reject(faults)
+            self.reject(CorruptCheckpointError(faults))
 
-    def reject(self, reason: str) -> None:
+    def reject(self, reason: CheckpointError) -> None:
         """What was found last does not serve. Every rank says so before the next `find`."""
         if self._steps is not None and not self._warm:
-            self._steps.reject(reason)
-        self._reason = reason
+            self._steps.reject(str(reason))
+        self._reason = str(reason)
+        if isinstance(reason, CorruptCheckpointError):
+            self._damage = reason
 
     # --- the coordinator's part
+
+    def _none_left(self, error: BaseException) -> BaseException:
+        """That no step can be used, as what it is where one turned out damaged (G5)."""
+        damage = self._damage
+        if damage is None or not isinstance(error, IncompleteCheckpointError):
+            return error
+        return CorruptCheckpointError(error.message, file=damage.file, key=damage.key)
 
     def _next(self) -> tuple[ResumePlan, str]:
         if not self._warm:
@@ -412,12 +422,12 @@ def load_with_fallback(
             )
         except Exception as error:
             _add_written(error, written)
-            damaged = isinstance(error, (CorruptCheckpointError, IncompleteCheckpointError))
+            damage = error if isinstance(error, (CorruptCheckpointError, IncompleteCheckpointError)) else None
             # Several ranks may have failed, each for a reason of its own: all must take the same way now.
-            if not all(search.ranks.all_gather(damaged)):
+            if not all(search.ranks.all_gather(damage is not None)) or damage is None:
                 raise
             _logger.warning("%s; trying the next best", error)
-            search.reject(str(error))
+            search.reject(damage)
             try:
                 plan = search.find()
             except CheckpointError as none_left:

@@ -16,7 +16,6 @@ from dcpfs.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
-    IncompleteCheckpointError,
     KeyMismatchError,
 )
 from dcpfs.storage.location import Location
@@ -209,17 +208,17 @@ def test_case_113_a_damaged_step_is_followed_by_the_next_best(
 def test_all_damaged_is_an_error_that_says_what_was_changed(run: Path) -> None:
     for number in (1, 2, 3):
         _damage(run / f"iter_00000000{number}", "model", number)
-    with pytest.raises(IncompleteCheckpointError, match="none can be used") as caught:
+    with pytest.raises(CorruptCheckpointError, match="none can be used") as caught:
         _load(_parts(), _search(run))
     assert "model" in caught.value.written_keys
-    with pytest.raises(IncompleteCheckpointError) as caught:
+    with pytest.raises(CorruptCheckpointError, match="none can be used") as caught:
         _load(_parts(), _search(run, verify=True))
     assert caught.value.written_keys == ()
 
 
 def test_a_step_that_was_asked_for_has_no_next_best(run: Path, tmp_path: Path) -> None:
     _damage(run / "iter_000000003", "model", 3)
-    with pytest.raises(IncompleteCheckpointError, match="load_step"):
+    with pytest.raises(CorruptCheckpointError, match="load_step"):
         _load(_parts(), _search(run, load_step=3))
     with pytest.raises(CorruptCheckpointError, match="load_path"):
         _load(_parts(), _search(tmp_path / "new", run / "iter_000000003"))
