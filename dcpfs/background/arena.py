@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from dcpfs.background.copying import Copier, CopyToHost, copier_for, pin_block, unpin_block
+from dcpfs.background.free_memory import available_bytes, require_memory
 
 __all__ = ["Arena", "Layout", "cut_block", "layout_of", "plain_block", "size_of"]
 
@@ -55,7 +56,12 @@ def _padded_bytes(dtype: torch.dtype, shape: torch.Size) -> int:
 
 
 def plain_block(size_bytes: int) -> torch.Tensor:
-    """Ordinary memory: what a thread of the same process needs. Untouched pages are not resident yet."""
+    """Ordinary memory: what a thread of the same process needs. Untouched pages are not resident yet.
+
+    Raises:
+        StorageFullError: There is not so much free memory.
+    """
+    require_memory(size_bytes)
     return torch.empty(size_bytes, dtype=torch.uint8)
 
 
@@ -76,6 +82,7 @@ class Arena:
         self._choose_copier = choose_copier
         self._copiers: dict[torch.device, Copier] = {}
         self._layout: Layout | None = None
+        self._for_device = False
         self._slots: list[torch.Tensor] = []
         self._pinned: torch.Tensor | None = None
         self._pending: list[CopyToHost] = []
@@ -96,11 +103,15 @@ class Arena:
 
         Returns:
             The copies: row-major CPU tensors of the same shapes and dtypes, valid after `wait` and until the next call.
+
+        Raises:
+            StorageFullError: There is no memory for a block of this size. The arena then has none.
         """
         layout = layout_of(tensors)
         self.wait()
-        if layout != self._layout:
-            self._cut(layout, pins=any(tensor.is_cuda for tensor in tensors))
+        for_device = any(tensor.is_cuda for tensor in tensors)
+        if layout != self._layout or for_device > self._for_device:
+            self._cut(layout, pins=for_device)
         pairs: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for slot, tensor in zip(self._slots, tensors, strict=True):
             pairs.setdefault(tensor.device, []).append((slot, tensor))
@@ -128,7 +139,7 @@ class Arena:
 
     def _cut(self, layout: Layout, *, pins: bool) -> None:
         self.release()  # before the new block is made, so that both are never held
-        size_bytes = size_of(layout)
+        size_bytes, free_bytes = size_of(layout), available_bytes()
         block = self._make_block(size_bytes)
         if pins:
             if pin_block(block):
@@ -136,6 +147,11 @@ class Arena:
             else:
                 _logger.warning("%.1f MB of host memory could not be pinned: copies take longer", size_bytes / 1e6)
         self._slots = cut_block(block, layout)
-        self._layout, self._size_bytes = layout, size_bytes
-        kind = "pinned" if self._pinned is not None else "plain"
-        _logger.info("made room for %d tensors, %.1f MB of %s memory", len(layout), size_bytes / 1e6, kind)
+        self._layout, self._size_bytes, self._for_device = layout, size_bytes, pins
+        _logger.info(
+            "made room for %d tensors: %.1f MB of %s memory, of which %s were free",
+            len(layout),
+            size_bytes / 1e6,
+            "pinned" if self._pinned is not None else "plain",
+            "an unknown number" if free_bytes is None else f"{free_bytes / 1e6:.0f} MB",
+        )

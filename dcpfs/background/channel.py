@@ -40,13 +40,17 @@ class Channel:
         self._socket = end
         self._lock = threading.Lock()
 
-    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: bytes | object, descriptors: Sequence[int] = ()) -> None:
         """Send a message, and copies of descriptors with it.
+
+        Args:
+            message: A value, or the bytes of a pickled one.
+            descriptors: Stay the caller's.
 
         Raises:
             ChannelClosedError: The other end is gone.
         """
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        data = message if isinstance(message, bytes) else pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         head = _HEAD.pack(len(data), len(descriptors))
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:

@@ -53,8 +53,9 @@ class HostCopier:
 
     def begin(self, pairs: Sequence[Pair]) -> CopyToHost | None:
         """Copy."""
-        for slot, tensor in pairs:
-            copy_value(slot, tensor, non_blocking=False)
+        with torch.no_grad():
+            for slot, tensor in pairs:
+                copy_value(slot, tensor, non_blocking=False)
         return None
 
 
@@ -81,7 +82,7 @@ class CudaCopier:
         """Begin, after what the current stream has been given so far."""
         stream = self._stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        with torch.no_grad(), torch.cuda.stream(stream):
             for slot, tensor in pairs:
                 copy_value(slot, tensor, non_blocking=True)
                 tensor.record_stream(stream)
@@ -96,13 +97,22 @@ def copier_for(device: torch.device) -> Copier:
 
 
 def copy_value(slot: torch.Tensor, tensor: torch.Tensor, *, non_blocking: bool) -> None:
-    """Copy the value of a tensor into a row-major slot of its shape and dtype."""
-    source = tensor.detach()
-    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-        # As bytes: some dtypes (float4) can't be copied as what they are.
-        slot.reshape(-1).view(torch.uint8).copy_(source.reshape(-1).view(torch.uint8), non_blocking=non_blocking)
-    else:
-        slot.copy_(source, non_blocking=non_blocking)
+    """Copy the value of a tensor into a row-major slot of its shape and dtype. Under `torch.no_grad`."""
+    if tensor.dtype in _ORDINARY:
+        slot.copy_(tensor, non_blocking=non_blocking)
+        return
+    source = tensor.detach().resolve_conj().resolve_neg()
+    carrier = _CARRIERS[source.dtype.itemsize]
+    slot.view(carrier).copy_(source.view(carrier), non_blocking=non_blocking)
+
+
+_ORDINARY = frozenset(
+    {torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128}
+    | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+)
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What tensors of other dtypes (float8, float4, narrow and unsigned integers) are copied as, by bytes an element: not
+every device copies them as what they are."""
 
 
 def pin_block(block: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ and its parent is gone.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -91,8 +90,8 @@ class BackgroundProcess:
         """Whether it has not ended."""
         return self._process.poll() is None
 
-    def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
-        """Send a message.
+    def send(self, message: bytes | object, descriptors: Sequence[int] = ()) -> None:
+        """Send a message; see `Channel.send`.
 
         Raises:
             ChannelClosedError: The process has ended; ``on_end`` tells why.
@@ -114,6 +113,7 @@ class BackgroundProcess:
         self._channel.close()
 
     def _read(self) -> None:
+        reason = ""
         try:
             while True:
                 message, descriptors = self._channel.receive()
@@ -122,16 +122,21 @@ class BackgroundProcess:
                 self._on_message(message)
         except ChannelClosedError:
             pass
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        except Exception as error:  # noqa: BLE001 - handed over as the reason why the process is given up
+            reason = f"sent what can't be read ({type(error).__name__}: {error})"
+            self._process.kill()
+        try:
             self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:  # it closed its channel and goes on: nobody can tell it anything any more
+            self._process.kill()
+            self._process.wait()
+            reason = reason or "closed its channel and did not end"
         if not self._stopping:
-            self._on_end(f"{self._name} {describe_exit(self._process.returncode)}")
+            self._on_end(f"{self._name} {reason or describe_exit(self._process.returncode)}")
 
 
-def describe_exit(code: int | None) -> str:
+def describe_exit(code: int) -> str:
     """What an exit code says, in words."""
-    if code is None:
-        return "closed its channel and did not end"
     if code >= 0:
         return f"ended with exit code {code}; its log has the reason"
     try:

@@ -8,7 +8,7 @@ pinned, is not, which is worse (case 15).
 Way taken: one anonymous file per block (``memfd_create``), mapped by both sides, its descriptor handed over on a
 socket. It lives as long as somebody maps it, has no name that could remain, and is not bounded by ``/dev/shm``. Where
 the system has no such call it is an unlinked temporary file in ``/dev/shm``, or in the temporary directory. Free memory
-is asked for first: memory that is promised and not there kills the process when it is touched, not when it is made.
+is asked for first (`free_memory`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,13 @@ import tempfile
 
 import torch
 
-from dcpfs.errors import StorageFullError
+from dcpfs.background.free_memory import require_memory
 
-__all__ = ["SharedBlock", "available_bytes"]
+__all__ = ["SharedBlock"]
 
 _logger = logging.getLogger(__name__)
 
 _SHM = "/dev/shm"  # noqa: S108 - the system's, not a place that this code would choose
-_RESERVE_BYTES = 256 << 20
-"""Left to everybody else."""
 
 
 class SharedBlock:
@@ -55,7 +53,7 @@ class SharedBlock:
         Raises:
             StorageFullError: There is not so much free memory.
         """
-        _require_memory(size_bytes)
+        require_memory(size_bytes)
         descriptor = _anonymous_file(size_bytes)
         try:
             os.ftruncate(descriptor, max(1, size_bytes))
@@ -63,6 +61,13 @@ class SharedBlock:
         except BaseException:
             os.close(descriptor)
             raise
+
+    def discard(self) -> None:
+        """Give the memory back although the other side still maps it, which then reads zeros. Before `close`."""
+        advice = getattr(mmap, "MADV_REMOVE", None)
+        if advice is not None and self.size_bytes:
+            with contextlib.suppress(OSError):  # a file system without holes: freed when the other side closes
+                self._map.madvise(advice)
 
     def close(self) -> None:
         """Let go of the memory; it is freed when the other side has done so too. Idempotent."""
@@ -78,63 +83,12 @@ class SharedBlock:
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
-def available_bytes() -> int | None:
-    """Memory that can be had without swapping, the limit of this process's control group counted in; None: unknown."""
-    found = [each for each in (_of_the_machine(), _of_the_group()) if each is not None]
-    return min(found) if found else None
-
-
-def _require_memory(size_bytes: int) -> None:
-    free_bytes = available_bytes()
-    if free_bytes is not None and size_bytes + _RESERVE_BYTES > free_bytes:
-        raise StorageFullError(
-            f"can't copy the state for a save in the background: it takes {size_bytes / 1e9:.2f} GB of host memory and "
-            f"{free_bytes / 1e9:.2f} GB are free; free some, or set async_mode to 'disabled', which needs no copy"
-        )
-
-
-def _of_the_machine() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) << 10
-    except (OSError, ValueError, IndexError):
-        return None
-    return None
-
-
-def _of_the_group() -> int | None:
-    """What the control group still allows (version 2, else 1); files that it could drop are not counted as used."""
-    for directory, limit_file, used_file, droppable in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file "),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
-    ):
-        try:
-            limit = _read(directory, limit_file).strip()
-            if not limit.isdigit() or int(limit) >= 1 << 60:  # "max", or version 1's way to say it
-                return None
-            used_bytes = int(_read(directory, used_file))
-            for line in _read(directory, "memory.stat").splitlines():
-                if line.startswith(droppable):
-                    used_bytes -= int(line.split()[1])
-        except (OSError, ValueError, IndexError):
-            continue
-        return max(0, int(limit) - used_bytes)
-    return None
-
-
-def _read(directory: str, name: str) -> str:
-    with open(f"{directory}/{name}", encoding="ascii") as file:
-        return file.read()
-
-
 def _anonymous_file(size_bytes: int) -> int:
     create = getattr(os, "memfd_create", None)
     if create is not None:
         return int(create("dcpfs-staging", os.MFD_CLOEXEC))
     directory = _SHM if os.path.isdir(_SHM) else None
-    free_bytes = shutil.disk_usage(directory or tempfile.gettempdir()).free
+    free_bytes = shutil.disk_usage(_SHM).free if directory is not None else 0
     if directory is not None and size_bytes > free_bytes:
         _logger.warning(
             "%s has %.2f GB free: the copy of the state goes to the temporary directory", _SHM, free_bytes / 1e9

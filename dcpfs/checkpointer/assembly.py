@@ -20,7 +20,8 @@ from dcpfs.checkpointer.process_saver import ProcessSaver
 from dcpfs.checkpointer.resume import ResumeRules, ResumeSearch
 from dcpfs.checkpointer.retention import Retention, RetentionPolicy
 from dcpfs.checkpointer.save_context import MakeWriter, SaveContext
-from dcpfs.checkpointer.saver import InlineSaver, Saver, ThreadSaver
+from dcpfs.checkpointer.saver import InlineSaver, Saver
+from dcpfs.checkpointer.thread_saver import ThreadSaver
 from dcpfs.errors import ConfigError
 from dcpfs.ranks import Ranks
 
@@ -110,6 +111,7 @@ def make_saver(
             when_busy=config.when_busy,
             timeout_seconds=config.timeout_seconds,
             phase_timeout_seconds=config.phase_timeout_seconds,
+            niceness=config.background_niceness,
         )
     new_phases = functools.partial(_save_phases, config, caller.rank)
     if config.async_mode is AsyncMode.DISABLED:

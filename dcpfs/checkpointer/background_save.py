@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from dcpfs.background.channel import Channel, ChannelClosedError
 from dcpfs.background.parent import ParentWatch
 from dcpfs.background.shared_block import SharedBlock
+from dcpfs.checkpointer.linked_ranks import LinkedRanks
 from dcpfs.checkpointer.phases import Phases
 from dcpfs.checkpointer.save_context import SaveContext
 from dcpfs.checkpointer.save_orders import Joined, Meeting, SaveDone, SaveOrder, Started, decode_step
@@ -33,6 +34,8 @@ from dcpfs.errors import CheckpointError
 from dcpfs.ranks import Ranks, portable_error
 
 __all__ = ["serve"]
+
+_logger = logging.getLogger(__name__)
 
 _ABANDONED = 3
 
@@ -47,7 +50,7 @@ def serve(channel: Channel) -> None:
         format=f"%(asctime)s %(name)s %(levelname)s [save process of rank {message.rank}] %(message)s",
     )
     channel.send(Started(os.getpid()))
-    orders: queue.SimpleQueue[tuple[SaveOrder, list[int]] | None] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[tuple[SaveOrder, list[int]] | BaseException] = queue.SimpleQueue()
     worker = _Worker(message, channel)
     watch = ParentWatch(message.parent_pid, worker.abandon)
     worker.watch = watch
@@ -59,19 +62,24 @@ def serve(channel: Channel) -> None:
     worker.ranks = ranks
     channel.send(Joined())
     threading.Thread(target=_read, args=(channel, orders), name="dcpfs-orders", daemon=True).start()
-    while (received := orders.get()) is not None:
+    while worker.can_save:
+        received = orders.get()
+        if isinstance(received, ChannelClosedError):
+            return
+        if isinstance(received, BaseException):
+            raise received
         worker.save(*received)
 
 
-def _read(channel: Channel, orders: queue.SimpleQueue[tuple[SaveOrder, list[int]] | None]) -> None:
+def _read(channel: Channel, orders: queue.SimpleQueue[tuple[SaveOrder, list[int]] | BaseException]) -> None:
     try:
         while True:
             order, descriptors = channel.receive()
             if not isinstance(order, SaveOrder):
                 raise TypeError(f"a {type(order).__name__} is no order")
             orders.put((order, descriptors))
-    except ChannelClosedError:
-        orders.put(None)
+    except BaseException as error:  # noqa: BLE001 - handed to the main thread
+        orders.put(error)
 
 
 def _meet(meeting: Meeting, listener: int | None) -> Ranks:
@@ -92,7 +100,7 @@ def _meet(meeting: Meeting, listener: int | None) -> Ranks:
         use_libuv=True,
     )
     dist.init_process_group("gloo", store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=timeout)
-    return Ranks.current()
+    return LinkedRanks(meeting.rank, meeting.world_size, dist.group.WORLD)
 
 
 class _Worker:
@@ -107,7 +115,7 @@ class _Worker:
         self._plans: Mapping[str, SavePlan] = {}
         self._context: SaveContext | None = None
         self._busy = False
-        self.ranks = Ranks()
+        self.ranks: Ranks = Ranks()
 
     def abandon(self) -> None:
         """The parent has ended. A save at work finds that out by itself; an idle process ends here."""
@@ -115,14 +123,41 @@ class _Worker:
             sys.stderr.flush()
             os._exit(_ABANDONED)
 
+    @property
+    def can_save(self) -> bool:
+        """Whether the processes of the other ranks can be reached, as far as is known."""
+        return not (isinstance(self.ranks, LinkedRanks) and self.ranks.is_lost)
+
     def save(self, order: SaveOrder, descriptors: list[int]) -> None:
         """Carry out one order, and reply."""
         self._busy = True
+        rank = self._meeting.rank
         try:
             if self._context is None:
                 self._context = dataclasses.replace(
                     self._meeting.context, ranks=self.ranks, still_wanted=self._require_parent
                 )
+            phases = Phases(
+                rank=rank,
+                deadline_seconds=self._meeting.phase_timeout_seconds,
+                label=f"save of iteration {order.iteration}",
+            )
+            outcome = run_save(self._request_of(order, descriptors), self._context, phases)
+            if outcome.error is not None:
+                outcome = dataclasses.replace(outcome, error=portable_error(outcome.error, rank))
+            lost = "" if self.can_save else f"the background process of rank {rank} can't reach those of other ranks"
+            self._channel.send(SaveDone(order.number, outcome, lost))
+        except ChannelClosedError:
+            _logger.warning("nobody is told what became of iteration %d: the trainer is gone", order.iteration)
+        finally:
+            self._busy = False
+        if self.watch.is_gone:
+            self.abandon()
+
+    def _request_of(self, order: SaveOrder, descriptors: list[int]) -> SaveRequest:
+        try:
+            if order.error is not None:
+                raise order.error
             if order.block_bytes is not None:
                 old = self._blocks.pop(order.slot, None)
                 if old is not None:
@@ -131,21 +166,9 @@ class _Worker:
             if order.plans is not None:
                 self._plans = order.plans
             step = decode_step(order, self._plans, self._blocks[order.slot].tensor)
-            phases = Phases(
-                rank=self._meeting.rank,
-                deadline_seconds=self._meeting.phase_timeout_seconds,
-                label=f"save of iteration {step.iteration}",
-            )
-            request = SaveRequest(step.iteration, step, None, order.moves_latest)
-            outcome = run_save(request, self._context, phases)
-            if outcome.error is not None:
-                error = portable_error(outcome.error, self._meeting.rank)
-                outcome = dataclasses.replace(outcome, error=error)
-            self._channel.send(SaveDone(order.number, outcome))
-        finally:
-            self._busy = False
-        if self.watch.is_gone:
-            self.abandon()
+        except Exception as error:  # noqa: BLE001 - handed to the save, which tells all ranks
+            return SaveRequest(order.iteration, None, error)
+        return SaveRequest(order.iteration, step, None, order.moves_latest)
 
     def _require_parent(self) -> None:
         if self.watch.is_gone:

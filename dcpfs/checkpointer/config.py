@@ -208,6 +208,9 @@ class CheckpointConfig(FrozenConfig):
     """Saves at work at once. Each holds a copy of the state in host memory, so one."""
     when_busy: WhenBusy = WhenBusy.WAIT
     """What `save` does when so many are at work: it waits, so that no step that was asked for is left out."""
+    background_niceness: Annotated[int, Field(ge=0, le=19)] = 0
+    """How far the priority of the background process is below training's, as `nice` counts. 0: equal, so that a save
+    ends soonest; more where saves slow training."""
     on_existing: OnExisting = OnExisting.OVERWRITE
     """What `save` does when the step stands already, e.g. after a roll back."""
     keep_last: _Count | None = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from dcpfs.checkpointer.linked_ranks import LinkedRanks
 from dcpfs.errors import ConfigError
 from dcpfs.ranks import Ranks
 from dcpfs.torch_private import named_process_group
@@ -57,7 +58,7 @@ def make_group(process_group: ProcessGroup | None = None, *, timeout_seconds: fl
         group = _new_partial_group(parent, members, timeout)
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError("can't save or load with this process group: this process is not a member of it")
-    return Ranks(dist.get_rank(group), len(members), group)
+    return LinkedRanks(dist.get_rank(group), len(members), group)
 
 
 def close_group(ranks: Ranks) -> None:

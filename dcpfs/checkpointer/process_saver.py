@@ -2,15 +2,13 @@
 
 Problem: a thread that saves shares Python's lock with training, and slows it. A process that is started at the first
 save fails in the middle of training; one that dies is noticed when a pipe breaks, and never comes back (cases 51, 53).
-A failure that one rank alone raises leaves the others in a collective (case 49).
 
 Way taken: a process per rank, started with the checkpointer, told where to meet the others. Values go through memory
 that both sides map (`Arena` in a `SharedBlock`), everything else through a channel, each save with a number of its own.
-Whatever happens to a process shows as the outcome of its save. When one has ended, on any rank, all are replaced at the
-next collective call, since the processes' own group is broken with it.
+Whatever happens to a process shows as the outcome of its save. When one has ended, on any rank, all are replaced before
+the next save, since the processes' own group is broken with it.
 
-Flow: `make_room` (outcomes, new processes) → `submit` (copy, agree, order) → the process: `save_step` → its reply → the
-next `make_room` or `settle`.
+Flow: see `flights`; here an order is sent when the copies are complete → the process: `save_step` → its reply.
 """
 
 from __future__ import annotations
@@ -22,25 +20,23 @@ import logging
 import os
 import pickle
 import threading
-import time
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 
 from dcpfs.background.arena import Arena
 from dcpfs.background.channel import ChannelClosedError
+from dcpfs.background.copying import Copier, copier_for
 from dcpfs.background.process import BackgroundProcess
 from dcpfs.background.rendezvous import Rendezvous
 from dcpfs.background.shared_block import SharedBlock
 from dcpfs.checkpointer.choices import WhenBusy
+from dcpfs.checkpointer.flights import Flight, FlightSaver
 from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.save_context import SaveContext
-from dcpfs.checkpointer.save_orders import Joined, Meeting, SaveDone, Started, encode_order
-from dcpfs.checkpointer.saver import SaveOutcome, SaveRequest, busy_error, say_busy, unsettled_error
-from dcpfs.checkpointer.staging import stage_step
+from dcpfs.checkpointer.save_orders import Joined, Meeting, SaveDone, SaveOrder, Started, encode_order
 from dcpfs.errors import CheckpointError, ConfigError
-from dcpfs.ranks import Ranks
+from dcpfs.ranks import Ranks, portable_error
 
 __all__ = ["ProcessSaver"]
 
@@ -49,50 +45,33 @@ _logger = logging.getLogger(__name__)
 _TARGET = "dcpfs.checkpointer.background_save:serve"
 _START_SECONDS = 300.0
 """Importing torch from a busy shared filesystem takes a minute or two."""
+_LOOK_SECONDS = 0.25
+"""How often ranks that wait for a start tell each other how it goes."""
 _GRACE_SECONDS = 30.0
 _numbers = itertools.count(1)
-"""Of saves, over all savers of this process: a reply can't be taken for another's."""
+"""Of saves, over all savers of this process: a reply can't be taken for another's (case 59)."""
 
 
-class _Slot:
-    """One block that both processes map, cut into the tensors of a step."""
+class _SharedArena(Arena):
+    """An arena in a block that both processes map."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, choose_copier: Callable[[torch.device], Copier]) -> None:
+        super().__init__(self._share, choose_copier)
         self.number = number
         self.block: SharedBlock | None = None
-        self.arena = Arena(self._make_block)
         self.is_known = False
 
-    def _make_block(self, size_bytes: int) -> torch.Tensor:
-        self.close()
-        self.block = SharedBlock.create(size_bytes)
-        self.is_known = False
-        return self.block.tensor
-
-    def close(self) -> None:
-        block, self.block = self.block, None
+    def release(self) -> None:
+        """See `Arena`."""
+        super().release()
+        block, self.block, self.is_known = self.block, None, False
         if block is not None:
+            block.discard()
             block.close()
 
-
-@dataclass
-class _Flight:
-    """A save that was ordered."""
-
-    number: int
-    iteration: int
-    slot: _Slot
-    started_seconds: float
-    done: threading.Event = field(default_factory=threading.Event)
-    outcome: SaveOutcome | None = None
-    sender: threading.Thread | None = None
-
-    def land(self, outcome: SaveOutcome) -> None:
-        self.outcome = outcome
-        self.done.set()
-
-    def fail(self, error: BaseException) -> None:
-        self.land(SaveOutcome(self.iteration, None, error, time.monotonic() - self.started_seconds))
+    def _share(self, size_bytes: int) -> torch.Tensor:
+        self.block = SharedBlock.create(size_bytes)
+        return self.block.tensor
 
 
 class _Crew:
@@ -105,11 +84,12 @@ class _Crew:
         self.started = threading.Event()
         self.joined = threading.Event()
         self.join_error: BaseException | None = None
-        self.flights: dict[int, _Flight] = {}
         self.known_digest: int | None = None
+        self._flights: dict[int, Flight] = {}
         self._lock = threading.Lock()
 
     def hear(self, message: object) -> None:
+        """Take a message in. A reply to a save that nobody waits for is none."""
         if isinstance(message, Started):
             self.started.set()
         elif isinstance(message, Joined):
@@ -117,33 +97,36 @@ class _Crew:
             self.joined.set()
         elif isinstance(message, SaveDone):
             with self._lock:
-                flight = self.flights.pop(message.number, None)
+                flight = self._flights.pop(message.number, None)
+                self.ended = self.ended or message.lost
             if flight is not None:
                 flight.land(message.outcome)
 
     def end(self, reason: str) -> None:
+        """It has ended: so have its saves."""
         with self._lock:
-            self.ended = reason
-            lost = list(self.flights.values())
-            self.flights.clear()
+            self.ended = self.ended or reason
+            lost = list(self._flights.values())
+            self._flights.clear()
         self.started.set()
         self.joined.set()
         for flight in lost:
-            flight.fail(self.error(f"iteration {flight.iteration} was not saved"))
+            flight.fail(self.loss(f"iteration {flight.iteration} was not saved"))
 
-    def error(self, what: str) -> CheckpointError:
+    def loss(self, what: str) -> CheckpointError:
+        """The error of an end."""
         return CheckpointError(f"{what}: {self.ended}; it is replaced, and the next save can work", rank=self.rank)
 
-    def watch(self, flight: _Flight) -> None:
+    def watch(self, number: int, flight: Flight) -> None:
         """Expect a reply; when the process has ended already, there will be none."""
         with self._lock:
             if not self.ended:
-                self.flights[flight.number] = flight
+                self._flights[number] = flight
                 return
-        flight.fail(self.error(f"iteration {flight.iteration} was not saved"))
+        flight.fail(self.loss(f"iteration {flight.iteration} was not saved"))
 
 
-class ProcessSaver:
+class ProcessSaver(FlightSaver):
     """Copies the state in the calling thread, and has a process save the copy. All ranks have one. See `Saver`.
 
     Args:
@@ -154,6 +137,7 @@ class ProcessSaver:
         timeout_seconds: Of one exchange between the processes.
         phase_timeout_seconds: When a phase of a save is reported.
         niceness: How much less CPU the process gets than training, 0 to 19.
+        choose_copier: Says who copies tensors of a device.
 
     Raises:
         ConfigError: The storage writer can't be handed to another process.
@@ -170,195 +154,101 @@ class ProcessSaver:
         timeout_seconds: float = 3600.0,
         phase_timeout_seconds: float | None = None,
         niceness: int = 0,
+        choose_copier: Callable[[torch.device], Copier] = copier_for,
     ) -> None:
+        numbers = itertools.count()
+        super().__init__(
+            context.save_dir.redacted,
+            caller,
+            lambda: _SharedArena(next(numbers), choose_copier),
+            max_in_flight=max_in_flight,
+            when_busy=when_busy,
+        )
         self._context = dataclasses.replace(context, ranks=Ranks())
-        self._caller = caller
-        self._max_in_flight = max_in_flight
-        self._when_busy = when_busy
         self._timeout_seconds = timeout_seconds
         self._phase_timeout_seconds = phase_timeout_seconds
         self._niceness = niceness
-        self._flights: deque[_Flight] = deque()
-        self._idle = [_Slot(number) for number in range(max_in_flight)]
-        self._last_iteration = 0
         self._crew = _Crew(caller.rank)
-        error: BaseException | None = None
-        try:
-            pickle.dumps(self._context)
-        except Exception as caught:  # noqa: BLE001 - whatever a user's writer raises; told to all ranks as this
-            error = ConfigError(
-                f"can't save in a background process: the storage writer can't be handed to one ({caught}); set "
-                "async_mode to 'async' or 'disabled'"
-            )
-        caller.confirm(error)
+        self._sender: threading.Thread | None = None
+        caller.confirm(_why_not_portable(self._context))
         self._start()
-
-    def make_room(self, iteration: int) -> tuple[list[SaveOutcome], bool]:
-        """See `Saver`. Processes that have ended are replaced here."""
-        self._last_iteration = iteration
-        full = len(self._flights) >= self._max_in_flight
-        busy = full and self._flights[0].outcome is None
-        ended, busy_anywhere = self._caller.largest([bool(self._crew.ended), busy])
-        if busy_anywhere and not ended and self._when_busy is not WhenBusy.WAIT:
-            others, url = [flight.iteration for flight in self._flights], self._context.save_dir.redacted
-            if self._when_busy is WhenBusy.ERROR:
-                raise busy_error(iteration, others, url)
-            say_busy(iteration, others, url)
-            return [], False
-        if ended:
-            return self._replace(), True
-        outcomes = []
-        while len(self._flights) >= self._max_in_flight:
-            outcomes.append(self._land())
-        if any(outcome.error is not None for outcome in outcomes):
-            outcomes += self._replace_ended()
-        return outcomes, True
-
-    def submit(self, request: SaveRequest) -> list[SaveOutcome]:
-        """See `Saver`. Returns when the copies have begun; the order is sent when they are complete."""
-        slot = self._idle.pop()
-        staged: LocalStep | None = None
-        error = request.error
-        if error is None and request.step is not None:
-            try:
-                staged = stage_step(request.step, slot.arena)
-            except BaseException as caught:  # noqa: BLE001 - brought to the agreement, which raises it on all ranks
-                error = caught
-        try:
-            self._caller.confirm(error)
-        except BaseException:
-            self._idle.append(slot)
-            raise
-        if staged is None:
-            raise RuntimeError("there is neither a step nor an error")
-        flight = _Flight(next(_numbers), request.iteration, slot, time.monotonic())
-        self._flights.append(flight)
-        send = functools.partial(self._send, self._crew, flight, staged, moves_latest=request.moves_latest)
-        if slot.arena.is_pending:
-            flight.sender = threading.Thread(target=send, name=f"dcpfs-order-{flight.number}")
-            flight.sender.start()
-        else:
-            send()
-        return []
-
-    def settle(self) -> list[SaveOutcome]:
-        """See `Saver`."""
-        outcomes = []
-        while self._flights:
-            outcomes.append(self._land())
-        return outcomes + self._replace_ended()
-
-    def wait_for_staging(self) -> None:
-        """See `Saver`. Copies of host memory are complete when `submit` returns."""
-        for flight in self._flights:
-            flight.slot.arena.wait()
-
-    def failure(self) -> BaseException | None:
-        """See `Saver`."""
-        crew = self._crew
-        if crew.ended and not self._flights:
-            return crew.error("nothing was being saved")
-        known = (flight.outcome for flight in self._flights)
-        return next((each.error for each in known if each is not None and each.error is not None), None)
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """See `Saver`."""
-        return tuple(flight.iteration for flight in self._flights if flight.outcome is None)
 
     @property
     def pid(self) -> int | None:
         """Process id of this rank's process."""
         return None if self._crew.process is None else self._crew.process.pid
 
-    def drain(self, timeout_seconds: float) -> list[BaseException]:
-        """See `Saver`."""
-        stop_seconds = time.monotonic() + timeout_seconds
-        errors: list[BaseException] = []
-        for flight in self._flights:
-            flight.done.wait(max(0.0, stop_seconds - time.monotonic()))
-            error = unsettled_error(flight.iteration, flight.outcome, timeout_seconds)
-            if error is not None:
-                errors.append(error)
-        return errors
+    def _launch(self, flight: Flight, step: LocalStep, *, moves_latest: bool) -> None:
+        number = next(_numbers)
+        self._crew.watch(number, flight)
+        before = self._sender if self._sender is not None and self._sender.is_alive() else None
+        send = functools.partial(self._send, self._crew, number, flight, step, before, moves_latest=moves_latest)
+        if flight.arena.is_pending or before is not None:
+            self._sender = threading.Thread(target=send, name=f"dcpfs-order-{number}", daemon=True)
+            self._sender.start()
+        else:
+            send()
 
-    def close(self) -> None:
-        """See `Saver`. Saves in flight are waited for: their process ends when it has done them."""
-        for flight in self._flights:
-            flight.done.wait()
-        self._stop()
-        for slot in (*self._idle, *(flight.slot for flight in self._flights)):
-            slot.arena.release()
-            slot.close()
-        self._flights.clear()
-        self._idle.clear()
-
-    # --- within
-
-    def _send(self, crew: _Crew, flight: _Flight, staged: LocalStep, *, moves_latest: bool) -> None:
-        slot = flight.slot
-        crew.watch(flight)
-        slot.arena.wait()
-        if flight.done.is_set() or crew.process is None:
+    def _send(
+        self,
+        crew: _Crew,
+        number: int,
+        flight: Flight,
+        step: LocalStep,
+        before: threading.Thread | None,
+        *,
+        moves_latest: bool,
+    ) -> None:
+        """Send the order when the copies are complete. Orders go out in the order of the saves, on all ranks."""
+        arena = flight.arena
+        if before is not None:
+            before.join()
+        if flight.done.is_set() or crew.process is None or not isinstance(arena, _SharedArena):
             return
-        block = slot.block
-        is_new = not slot.is_known
-        order = encode_order(
-            staged,
-            number=flight.number,
-            slot=slot.number,
-            block_bytes=block.size_bytes if block is not None and is_new else None,
-            sends_plans=crew.known_digest != staged.digest,
-            moves_latest=moves_latest,
-        )
         try:
-            crew.process.send(order, [block.descriptor] if block is not None and is_new else [])
+            descriptors: list[int] = []
+            try:
+                arena.wait()
+                block = None if arena.is_known else arena.block
+                order = encode_order(
+                    step,
+                    number=number,
+                    slot=arena.number,
+                    block_bytes=block.size_bytes if block is not None else None,
+                    sends_plans=crew.known_digest != step.digest,
+                    moves_latest=moves_latest,
+                )
+                message = pickle.dumps(order, protocol=pickle.HIGHEST_PROTOCOL)
+                descriptors = [block.descriptor] if block is not None else []
+            except Exception as error:  # noqa: BLE001 - told to the process, and by it to those of the other ranks
+                report = portable_error(error, crew.rank)
+                failed = SaveOrder(number, arena.number, flight.iteration, error=report)
+                crew.process.send(pickle.dumps(failed))
+                return
+            crew.process.send(message, descriptors)
         except ChannelClosedError:
             return  # the reading thread learns why, and lands the flight
-        slot.is_known = True
-        crew.known_digest = staged.digest
+        arena.is_known = True
+        crew.known_digest = step.digest
 
-    def _land(self) -> SaveOutcome:
-        """Wait for the oldest save, and agree about what became of it. Collective."""
-        flight = self._flights.popleft()
-        if flight.sender is not None:
-            flight.sender.join()
-        flight.done.wait()
-        self._idle.append(flight.slot)
-        outcome = flight.outcome
-        if outcome is None:
-            raise RuntimeError(f"the save of iteration {flight.iteration} ended without an outcome")
-        try:
-            self._caller.confirm(outcome.error)
-        except BaseException as error:  # noqa: BLE001 - handed to the caller as the outcome
-            if error is not outcome.error:
-                return dataclasses.replace(outcome, report=None, error=error)
-        return outcome
+    def _loss(self) -> CheckpointError | None:
+        return self._crew.loss("can't save in the background") if self._crew.ended else None
 
-    def _replace_ended(self) -> list[SaveOutcome]:
-        """New processes, where one has ended on any rank. Collective."""
-        (ended,) = self._caller.largest([bool(self._crew.ended)])
-        return self._replace() if ended else []
-
-    def _replace(self) -> list[SaveOutcome]:
-        """What became of everything in flight, and new processes on all ranks. Collective."""
-        idle = not self._flights
-        outcomes = []
-        while self._flights:
-            outcomes.append(self._land())
-        if idle:
-            try:
-                self._caller.agree(self._crew.error("nothing was being saved") if self._crew.ended else None)
-            except CheckpointError as error:
-                outcomes.append(SaveOutcome(self._last_iteration, None, error, 0.0))
-        if all(outcome.error is None for outcome in outcomes):
-            _logger.warning("a background process has ended after its save: all are replaced")
-        self._stop()
+    def _replace_crew(self) -> None:
+        _logger.warning("rank %d: the background processes of all ranks are replaced", self._caller.rank)
+        self._dismiss_crew(at_once=False)
+        for arena in self._idle:
+            if isinstance(arena, _SharedArena):
+                arena.is_known = False
         self._crew = _Crew(self._caller.rank)
-        for slot in self._idle:
-            slot.is_known = False
         self._start()
-        return outcomes
+
+    def _dismiss_crew(self, *, at_once: bool) -> None:
+        process = self._crew.process
+        if process is not None:
+            process.stop(grace_seconds=0.0 if at_once else _GRACE_SECONDS)
+
+    # --- starting
 
     def _start(self) -> None:
         """Start a process on each rank, and have them meet. Collective."""
@@ -384,42 +274,59 @@ class ProcessSaver:
                     os.getpid(),
                 )
                 descriptor = rendezvous.descriptor
-                crew.process.send(meeting, [] if descriptor is None else [descriptor])
-                self._expect(crew, crew.started, "did not start")
-            except BaseException as caught:  # noqa: BLE001 - brought to the agreement, which raises it on all ranks
+                crew.process.send(pickle.dumps(meeting), [] if descriptor is None else [descriptor])
+            except Exception as caught:  # noqa: BLE001 - brought to the agreement, which raises it on all ranks
                 error = caught
-            self._confirm_start(error)
             try:
-                self._expect(crew, crew.joined, "did not meet those of the other ranks")
-            except BaseException as caught:  # noqa: BLE001 - brought to the agreement, which raises it on all ranks
-                error = caught
-            self._confirm_start(error)
+                caller.confirm(self._await(crew.started, error, "did not start"))
+                caller.confirm(self._await(crew.joined, None, "did not meet those of the other ranks"))
+            except BaseException as failure:
+                self._dismiss_crew(at_once=True)
+                crew.end(f"the background process did not start ({failure})")
+                raise
         finally:
             rendezvous.close()
 
-    def _confirm_start(self, error: BaseException | None) -> None:
-        try:
-            self._caller.confirm(error)
-        except BaseException:
-            self._stop()
-            raise
+    def _await(self, event: threading.Event, error: BaseException | None, failing: str) -> BaseException | None:
+        """Wait until the process of each rank has come so far, or that of any has failed: why. Collective."""
+        crew, rounds = self._crew, int(_START_SECONDS / _LOOK_SECONDS)
+        for round_ in range(rounds + 1):
+            if error is None and event.wait(_LOOK_SECONDS):
+                error = self._start_error(failing)
+            elif error is None and round_ == rounds:
+                error = CheckpointError(
+                    f"can't save in the background: the process of rank {crew.rank} {failing} within "
+                    f"{_START_SECONDS:.0f} s; set async_mode to 'async' to go on without one",
+                    rank=crew.rank,
+                )
+            failed, pending = self._caller.largest([error is not None, not event.is_set()])
+            if failed or not pending:
+                break
+        return error
 
-    def _expect(self, crew: _Crew, event: threading.Event, failing: str) -> None:
-        if not event.wait(_START_SECONDS):
-            raise CheckpointError(
-                f"can't save in the background: the process of rank {crew.rank} {failing} within {_START_SECONDS:.0f} "
-                "s; set async_mode to 'async' to go on without one",
-                rank=crew.rank,
-            )
+    def _start_error(self, failing: str) -> BaseException | None:
+        crew = self._crew
+        if crew.join_error is not None:
+            return crew.join_error
         if crew.ended:
-            raise CheckpointError(
+            return CheckpointError(
                 f"can't save in the background: {crew.ended} before it {failing.removeprefix('did not ')}; set "
                 "async_mode to 'async' to go on without one",
                 rank=crew.rank,
             )
-        if crew.join_error is not None:
-            raise crew.join_error
+        return None
 
-    def _stop(self) -> None:
-        if self._crew.process is not None:
-            self._crew.process.stop(grace_seconds=0.0 if self._crew.ended else _GRACE_SECONDS)
+
+def _why_not_portable(context: SaveContext) -> ConfigError | None:
+    reason = ""
+    try:
+        if b"__main__" in pickle.dumps(context):
+            reason = "it belongs to the script that runs, which the process does not run: put it into a module"
+    except Exception as error:  # noqa: BLE001 - whatever a user's writer raises; told to all ranks as this
+        reason = f"{type(error).__name__}: {error}"
+    if not reason:
+        return None
+    return ConfigError(
+        f"can't save in a background process: the storage writer can't be handed to one ({reason}); or set async_mode "
+        "to 'async' or 'disabled'"
+    )

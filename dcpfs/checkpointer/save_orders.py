@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
@@ -23,7 +23,7 @@ from dcpfs.checkpointer.local_step import LocalKey, LocalStep
 from dcpfs.checkpointer.save_context import SaveContext
 from dcpfs.checkpointer.saver import SaveOutcome
 from dcpfs.checkpointer.staging import StagedValues, place_of
-from dcpfs.errors import UnsupportedValueError
+from dcpfs.errors import DcpfsError, UnsupportedValueError
 
 __all__ = ["Joined", "Meeting", "SaveDone", "SaveOrder", "Started", "decode_step", "encode_order", "layout_of_plans"]
 
@@ -76,20 +76,24 @@ class SaveOrder:
     Attributes:
         number: Of the save; a reply bears it.
         slot: Which block holds the tensors.
+        iteration: Of the step.
+        step: The step, its keys without values, and without plans when the process has them; None with an ``error``.
         block_bytes: Size of the new block, or None: the one that this slot has.
-        step: The step, its keys without values, and without plans when the process has them.
         plans: Plans by key, or None: those of the last order.
         objects: Key to FQN to encoded entry.
         moves_latest: As for `save_step`.
+        error: Why this rank has nothing to save, for all ranks to learn.
     """
 
     number: int
     slot: int
-    block_bytes: int | None
-    step: LocalStep
-    plans: Mapping[str, SavePlan] | None
-    objects: Mapping[str, Mapping[str, bytes]]
-    moves_latest: bool
+    iteration: int
+    step: LocalStep | None = None
+    block_bytes: int | None = None
+    plans: Mapping[str, SavePlan] | None = None
+    objects: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
+    moves_latest: bool = True
+    error: DcpfsError | None = None
 
 
 @dataclass(frozen=True)
@@ -99,10 +103,12 @@ class SaveDone:
     Attributes:
         number: Of the save.
         outcome: Its error is one that can be pickled.
+        lost: Why the process can save no more, and ends; empty as a rule.
     """
 
     number: int
     outcome: SaveOutcome
+    lost: str = ""
 
 
 def encode_order(
@@ -119,8 +125,9 @@ def encode_order(
     return SaveOrder(
         number,
         slot,
-        block_bytes,
+        staged.iteration,
         dataclasses.replace(staged, keys=keys),
+        block_bytes,
         {key: local.plan for key, local in staged.keys.items()} if sends_plans else None,
         objects,
         moves_latest,
@@ -144,7 +151,12 @@ def decode_step(order: SaveOrder, plans: Mapping[str, SavePlan], block: torch.Te
         order: The order.
         plans: By key.
         block: Of its slot.
+
+    Raises:
+        ValueError: The order holds no step.
     """
+    if order.step is None:
+        raise ValueError("this order is about a step that failed")
     slots = iter(cut_block(block, layout_of_plans(plans)))
     keys = {}
     for key, local in order.step.keys.items():
