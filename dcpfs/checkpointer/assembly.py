@@ -78,6 +78,7 @@ def make_saver(
     global_rank: int,
     file_rank: int | None,
     make_writer: MakeWriter | None,
+    make_ranks: Callable[[], Ranks] | None = None,
 ) -> Saver:
     """Who saves, by ``async_mode``. Collective where that is a process.
 
@@ -88,6 +89,7 @@ def make_saver(
         global_rank: This process's rank in the job.
         file_rank: Global rank whose files this rank reads on a load; None: its own.
         make_writer: A user's storage writer; None: dcpfs's own.
+        make_ranks: Makes another group like that of ``saving``, collectively, when that one is lost.
     """
     policy = RetentionPolicy(config.keep_last, config.keep_every, config.keep_best, config.best_mode)
     context = SaveContext(
@@ -116,7 +118,14 @@ def make_saver(
     new_phases = functools.partial(_save_phases, config, caller.rank)
     if config.async_mode is AsyncMode.DISABLED:
         return InlineSaver(context, new_phases)
-    return ThreadSaver(context, new_phases, caller, max_in_flight=config.max_in_flight, when_busy=config.when_busy)
+    return ThreadSaver(
+        context,
+        new_phases,
+        caller,
+        make_ranks=make_ranks,
+        max_in_flight=config.max_in_flight,
+        when_busy=config.when_busy,
+    )
 
 
 def share_settings(

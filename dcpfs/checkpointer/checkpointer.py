@@ -17,6 +17,7 @@ next ``save``, ``wait`` or ``close``.
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -26,7 +27,7 @@ from torch import nn
 
 from dcpfs.checkpointer.assembly import make_phases, make_saver, make_search, share_settings, strictness_of
 from dcpfs.checkpointer.callbacks import CheckpointCallbacks
-from dcpfs.checkpointer.choices import Access, WorldSizePolicy
+from dcpfs.checkpointer.choices import Access, AsyncMode, WorldSizePolicy
 from dcpfs.checkpointer.config import CheckpointConfig
 from dcpfs.checkpointer.exit_hook import ExitHook
 from dcpfs.checkpointer.groups import close_group, global_rank, make_group
@@ -43,6 +44,7 @@ from dcpfs.checkpointer.saver import SaveOutcome, Saver, SaveRequest
 from dcpfs.checkpointer.state_plan import plan_states
 from dcpfs.checkpointer.step_plan import LocalStep
 from dcpfs.checkpointer.verdicts import Verdicts, agree_on
+from dcpfs.checkpointer.writer_maker import WriterMaker
 from dcpfs.dcp.reader import FsspecStorageReader
 from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import CheckpointError, ConfigError, DcpfsError
@@ -153,7 +155,8 @@ class DistributedCheckpointer:
                 saving=self._saving,
                 global_rank=self._global_rank,
                 file_rank=self._file_rank,
-                make_writer=self._make_writer if overridden else None,
+                make_writer=self._writer_maker() if overridden else None,
+                make_ranks=functools.partial(make_group, process_group, timeout_seconds=config.timeout_seconds),
             )
             self._exit_hook = ExitHook(self._saver, config.timeout_seconds)
 
@@ -484,7 +487,11 @@ class DistributedCheckpointer:
     # --- around it
 
     def get_storage_writer(self, url: str) -> StorageWriter:
-        """A storage writer for the directory of a key. Local. A subclass may return another."""
+        """A storage writer for the directory of a key. Local. A subclass may return another.
+
+        With ``async_with_pinned_mem`` it is called in the background process, on an object that has `config` alone,
+        and the subclass must be importable there.
+        """
         config = self._config
         return FsspecStorageWriter(
             url,
@@ -567,8 +574,10 @@ class DistributedCheckpointer:
         if self._life is _Life.CLOSED:
             raise CheckpointError(f"can't {verb}: the checkpointer is closed; make a new one")
 
-    def _make_writer(self, location: Location) -> StorageWriter:
-        return self.get_storage_writer(location.url)
+    def _writer_maker(self) -> Callable[[Location], StorageWriter]:
+        if self._config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+            return WriterMaker(type(self), self._config)
+        return lambda location: self.get_storage_writer(location.url)
 
 
 def _timeout_of(config: object) -> float:

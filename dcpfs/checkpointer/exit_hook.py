@@ -1,18 +1,23 @@
 """What becomes of saves when a process ends without closing its checkpointer.
 
-Problem: a script that ends after its last `save` loses it without a word, and with exit code 0 (case 48).
+Problem: a script that ends after its last `save` loses it without a word, and with exit code 0 (case 48). By the time
+that ``atexit`` hooks run, executors take no more work and threads have been waited for without a deadline; and children
+of ``multiprocessing`` run none of them at all.
 
-Way taken: a hook at the interpreter's exit waits for what is in flight, within a deadline, and says what failed. The
-exit code of a process whose interpreter is on its way out can be changed by ``os._exit`` alone, which runs no other
-hook and flushes nothing; so it is called only when a save has failed, after everything has been flushed.
+Way taken: a hook that runs where the interpreter begins to wait for threads (`threading`'s own list, of which executors
+make use; ``atexit`` where there is none) waits for what is in flight, within a deadline, and says what failed. The exit
+code of an interpreter that is on its way out can be changed by ``os._exit`` alone, which runs no other hook and flushes
+nothing; so it is called only when a save has failed or is late, after everything has been flushed.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import sys
+import threading
 
 from dcpfs.checkpointer.saver import Saver
 
@@ -22,6 +27,9 @@ _logger = logging.getLogger(__name__)
 
 FAILED_EXIT_CODE = 74
 """``EX_IOERR`` of sysexits.h."""
+
+_waiting: list[ExitHook] = []
+"""Hooks of this process that were not cancelled, in the order in which they were made."""
 
 
 class ExitHook:
@@ -33,29 +41,50 @@ class ExitHook:
     """
 
     def __init__(self, saver: Saver, timeout_seconds: float) -> None:
-        self._saver = saver
-        self._timeout_seconds = timeout_seconds
-        self._pid = os.getpid()
-        atexit.register(self._run)
+        self.saver = saver
+        self.timeout_seconds = timeout_seconds
+        self.pid = os.getpid()
+        _waiting.append(self)
+        _register_once()
 
     def cancel(self) -> None:
         """Leave the end of the process alone. Idempotent."""
-        atexit.unregister(self._run)
+        if self in _waiting:
+            _waiting.remove(self)
 
-    def _run(self) -> None:
-        if os.getpid() != self._pid:  # a forked child ends: the saves are its parent's
-            return
-        waiting = self._saver.in_flight
-        if waiting:
-            _logger.warning("the process ends without close(): waiting for the save of iteration %s", waiting)
-        errors = self._saver.drain(self._timeout_seconds)
-        if not errors:
-            self._saver.close()
-            return
-        for error in errors:
-            print(f"dcpfs: {error}", file=sys.stderr)  # noqa: T201 - the log may be closed by now
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-        os._exit(FAILED_EXIT_CODE)
+
+@functools.cache
+def _register_once() -> None:
+    register: object = getattr(threading, "_register_atexit", None)  # what concurrent.futures uses, since 3.9
+    if callable(register):
+        register(_run_all)
+    else:
+        atexit.register(_run_all)
+
+
+def _run_all() -> None:
+    errors: list[BaseException] = []
+    while _waiting:
+        hook = _waiting.pop()
+        if hook.pid != os.getpid():  # a forked child ends: the saves are its parent's
+            continue
+        saver = hook.saver
+        if saver.in_flight:
+            names = ", ".join(map(str, saver.in_flight))
+            _logger.warning("the process ends without close(): waiting for the save of iteration %s", names)
+        failed = saver.drain(hook.timeout_seconds)
+        errors += failed
+        if not failed:
+            saver.close()
+    if errors:
+        _end(errors)
+
+
+def _end(errors: list[BaseException]) -> None:
+    for error in errors:
+        print(f"dcpfs: {error}", file=sys.stderr)  # noqa: T201 - the log may be closed by now
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(FAILED_EXIT_CODE)
