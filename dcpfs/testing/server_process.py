@@ -10,6 +10,7 @@ SIGKILLed owner takes its servers with it. Readiness is asked of the server itse
 goes to a file in a private directory that is removed at the end; its tail stands in every error.
 
 Flow: ``find_binary`` → ``ServerProcess(command)`` → ``wait_until(probe)`` → use → ``stop()`` (or ``kill()``).
+`LoopbackServer` is that flow as a context manager, for one class a kind of server.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import subprocess
 import sysconfig
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,13 +36,21 @@ from dcpfs.errors import MissingBackendError
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ServerProcess", "ServerStartError", "find_binary", "free_ports", "make_private_directory"]
+__all__ = [
+    "LoopbackServer",
+    "ServerProcess",
+    "ServerStartError",
+    "find_binary",
+    "free_ports",
+    "make_private_directory",
+]
 
 _T = TypeVar("_T")
 
 _PREFIX = "dcpfs-server-"
 _LOG_TAIL_BYTES = 4096
 _POLL_SECONDS = 0.02
+_START_TRIES = 4
 
 # "$@" is the server's command. The shell passes TERM on to the server, and USR1 as KILL; the reader sends TERM
 # once the owner's end of the pipe is closed, by stop() or by the owner's death. Always the shell reaps the server.
@@ -256,3 +266,77 @@ class ServerProcess:
                 os.killpg(self._guard.pid, number)
             else:
                 self._guard.send_signal(number)
+
+
+class LoopbackServer(ABC):
+    """One server on 127.0.0.1 with a place of its own. A context manager; not reusable.
+
+    Attributes:
+        start_seconds: How long the start took.
+    """
+
+    def __init__(self) -> None:
+        self.start_seconds = 0.0
+        self._process: ServerProcess | None = None
+        self._address: str | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens, in its own kind's form."""
+        if self._address is None:
+            raise RuntimeError(f"{type(self).__name__} is not running: use it as a context manager")
+        return self._address
+
+    @property
+    def process(self) -> ServerProcess:
+        """The running process, e.g. to kill it in the middle of a save."""
+        if self._process is None:
+            raise RuntimeError(f"{type(self).__name__} is not running: use it as a context manager")
+        return self._process
+
+    @property
+    @abstractmethod
+    def storage_options(self) -> dict[str, object]:
+        """Options as its fsspec filesystem takes them; a fresh dict."""
+
+    @abstractmethod
+    def url(self, path: str = "") -> str:
+        """URL of a name on it."""
+
+    def __enter__(self) -> Self:
+        started = time.monotonic()
+        for attempt in range(_START_TRIES):
+            directory = make_private_directory()
+            try:
+                self._process = self._launch(directory)
+            except BaseException:
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
+            try:
+                self._address = self._await_ready(self._process)
+                break
+            except ServerStartError:
+                # A port can be taken between its choice and its use; anything else fails each time.
+                self._process.stop()
+                if attempt + 1 == _START_TRIES:
+                    raise
+            except BaseException:
+                self._process.stop()
+                raise
+        self.start_seconds = time.monotonic() - started
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    @abstractmethod
+    def _launch(self, directory: Path) -> ServerProcess:
+        """Start the process in its private directory; return at once."""
+
+    @abstractmethod
+    def _await_ready(self, process: ServerProcess) -> str:
+        """Wait until it can be used; return where it listens."""
