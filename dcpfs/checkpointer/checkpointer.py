@@ -318,7 +318,8 @@ class DistributedCheckpointer:
             iteration: Of the step; the same on all ranks.
             dataloader: As for `load`.
             trainer: As for `load`; plain values must be equal on all ranks.
-            metric: What ``keep_best`` compares, e.g. a validation loss.
+            metric: What ``keep_best`` compares, e.g. a validation loss; the first rank's counts. NaN or infinite: the
+                step is saved without one.
             last: This is the closing save: with ``last_save_model_only`` the model alone, in ``export_dtype``. Such a
                 step can't be resumed from, so ``latest_checkpoint.txt`` goes on naming the one before.
 

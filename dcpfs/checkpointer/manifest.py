@@ -69,7 +69,11 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON text, readable for people: one file per line."""
+    """The manifest as JSON text, readable for people: one file per line.
+
+    Raises:
+        ValueError: A number is not finite, which JSON can't hold: the step could not be read.
+    """
     record = {
         "schema": SCHEMA_VERSION,
         "save_id": manifest.save_id,
@@ -85,7 +89,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             key: {str(rank): name for rank, name in sorted(names.items())} for key, names in manifest.rank_files.items()
         },
     }
-    head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in record.items())
+    head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value, allow_nan=False)}" for name, value in record.items())
     files = ",\n".join(
         f"    {json.dumps(name)}: " + json.dumps(_file_to_json(each)) for name, each in sorted(manifest.files.items())
     )

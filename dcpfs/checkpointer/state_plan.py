@@ -9,7 +9,10 @@ and is planned. Nothing is touched, and no other rank is asked.
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping
+from typing import SupportsFloat
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -23,6 +26,8 @@ from dcpfs.errors import ConfigError
 
 __all__ = ["plan_states"]
 
+_logger = logging.getLogger(__name__)
+
 _PLAIN = (torch.Tensor, dict, list, tuple, str, int, float, bytes, type(None))
 """Asked first: asking whether an object fits the protocol takes 15 µs."""
 
@@ -35,7 +40,7 @@ def plan_states(
     world_size: int,
     rank: int,
     file_rank: int | None,
-    metric: float | None,
+    metric: SupportsFloat | None,
 ) -> LocalStep:
     """Plan a save of states by key. Local.
 
@@ -46,12 +51,14 @@ def plan_states(
         world_size: Number of ranks that save.
         rank: This process's rank in the job, by which its file is named.
         file_rank: Rank whose file is this rank's; None: its own.
-        metric: What ``keep_best`` compares.
+        metric: What ``keep_best`` compares: a number of any library. One that is not finite counts as none, with a
+            warning: a loss that has diverged must not cost the step.
 
     Raises:
-        ConfigError: A key is no name, or a state no mapping.
+        ConfigError: A key is no name, a state no mapping, or the metric no number.
         UnsupportedValueError: A value can't be stored exactly; names its key.
     """
+    rated = _as_number(metric, iteration)
     rank_files: dict[str, bytes] = {}
     nested: dict[str, Mapping[str, object]] = {}
     for key, holder in states.items():
@@ -73,7 +80,7 @@ def plan_states(
         world_size=world_size,
         trust=config.trust,
         dedup=config.dedup,
-        metric=metric,
+        metric=rated,
         topology=find_topology(nested),
     )
 
@@ -81,3 +88,21 @@ def plan_states(
 def _asked(value: object) -> object:
     """A value of a mapping, or the state of an object there, as torch's own save asks for it."""
     return value if isinstance(value, _PLAIN) or not isinstance(value, Stateful) else value.state_dict()
+
+
+def _as_number(metric: object, iteration: int) -> float | None:
+    """The metric as JSON can hold it."""
+    if metric is None:
+        return None
+    try:
+        if isinstance(metric, (bool, str, bytes)) or not isinstance(metric, SupportsFloat):
+            raise TypeError("it is no number")
+        number = float(metric)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise ConfigError(
+            f"can't save iteration {iteration} with a {type(metric).__name__} as metric: give one number, or None"
+        ) from error
+    if math.isfinite(number):
+        return number
+    _logger.warning("the metric of iteration %d is %r: keep_best passes over this step", iteration, number)
+    return None
