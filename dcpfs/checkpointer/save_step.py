@@ -269,12 +269,15 @@ class _Save:
     def _assign(self, *, plans_fit: bool, withdraws: bool) -> dict[str, SavePlan]:
         """What this rank writes. When it returns, nothing stands in the step, and all ranks may write."""
         step, plans = self.step, self._context.plans
+        if withdraws and self._context.make_writer is not None:
+            # Such a writer may make its directory when it is set up, which what is removed would take along.
+            self._withdraw_together()
+            withdraws = False
         error = _attempt(self._make_writers)
         if plans_fit:
             self._global = plans.planned
             if withdraws:
-                failure = _attempt(self._withdraw) if self._ranks.is_coordinator else None
-                self._ranks.broadcast_outcome(None, failure, None)
+                self._withdraw_together()
             self._error = error  # raised where the write begins, whose failures all ranks learn
             return plans.assigned(step)
         self.planned = True
@@ -282,7 +285,7 @@ class _Save:
         error = error or _attempt(lambda: encoded.append(encode_local_plans(step)))
         gathered = self._ranks.gather_outcomes(encoded[0] if encoded else b"", error)
         assigned: Sequence[bytes] | None = None
-        failure = gathered if isinstance(gathered, DcpfsError) else None
+        failure: BaseException | None = gathered if isinstance(gathered, DcpfsError) else None
         if isinstance(gathered, list):
             failure = _attempt(lambda: self._plan(gathered, withdraws=withdraws))
             assigned = self._global.assigned if self._global is not None else None
@@ -320,6 +323,10 @@ class _Save:
             except BaseException:
                 self._global = None
                 raise
+
+    def _withdraw_together(self) -> None:
+        failure = _attempt(self._withdraw) if self._ranks.is_coordinator else None
+        self._ranks.broadcast_outcome(None, failure, None)
 
     def _withdraw(self) -> None:
         """Coordinator."""
@@ -422,6 +429,8 @@ class _Save:
                 f"no {METADATA_NAME} there; let get_storage_writer return a writer for the URL that it is given"
             )
         found.update({path.removeprefix(f"{step}/"): FileRecord(size) for path, size in listed.items()})
+        content = self.store.get(f"{step}/{key}/{METADATA_NAME}")  # its checksum ties it to this manifest
+        found[f"{key}/{METADATA_NAME}"] = FileRecord(len(content), crc32(content))
 
     @property
     def _claimed(self) -> Claim:

@@ -43,6 +43,7 @@ class StoredStep:
         save_id: Of the manifest, or None for a step of another tool.
         world_size: Number of ranks that saved, or None.
         left: Keys that the step holds and nobody asked for, as far as the manifest tells.
+        unchecked: Keys for whose ``.metadata`` the manifest has no checksum.
         topology: Of the manifest.
     """
 
@@ -52,6 +53,7 @@ class StoredStep:
     save_id: str | None = None
     world_size: int | None = None
     left: tuple[str, ...] = ()
+    unchecked: frozenset[str] = frozenset()
     topology: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -74,7 +76,7 @@ class StoredStep:
         files = self.metadata[key]
         indexes = [decode_index(data, trust=trust, url=url) for data in files]
         index = indexes[0] if len(indexes) == 1 else merge_indexes(indexes, url=url)
-        if self.save_id is not None and index.save_id is not None and index.save_id != self.save_id:
+        if key in self.unchecked and index.save_id is not None and index.save_id != self.save_id:
             raise CorruptCheckpointError(
                 f"loading {url}: its {METADATA_NAME} is of the save {index.save_id}, the manifest of the step of "
                 f"{self.save_id}; the step is a mix of two, so load another one",
@@ -139,8 +141,14 @@ def read_stored_step(
         manifest.save_id,
         manifest.world_size,
         tuple(key for key in (*manifest.keys, *manifest.rank_files) if key not in asked),
+        frozenset(key for key in metadata if _checksum_of(manifest, key) is None),
         manifest.topology,
     )
+
+
+def _checksum_of(manifest: Manifest, key: str) -> int | None:
+    record = manifest.files.get(f"{key}/{METADATA_NAME}")
+    return None if record is None else record.crc32
 
 
 def _read_metadata(

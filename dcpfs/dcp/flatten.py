@@ -30,6 +30,7 @@ from typing import cast
 import torch
 
 from dcpfs.errors import CorruptCheckpointError, ReplicaMismatchError, UnsupportedValueError
+from dcpfs.format.metadata_classes import STRUCTURE_ATTRIBUTE
 
 __all__ = [
     "STRUCTURE_ATTRIBUTE",
@@ -41,9 +42,6 @@ __all__ = [
     "merge_structures",
     "unflatten",
 ]
-
-STRUCTURE_ATTRIBUTE = "dcpfs_structure"
-"""Attribute of torch's ``Metadata`` that carries `Structure.to_json` from the planner to the writer."""
 
 KeyPath = tuple[str | int, ...]
 """Path as torch notes it: text for mapping keys, int for list positions."""

@@ -14,6 +14,7 @@ planners). Without collectives each rank writes a file of its own: `merge_indexe
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +46,7 @@ from dcpfs.format.index_block import (
     is_cut_short,
     split_index,
 )
-from dcpfs.format.metadata_classes import load_metadata_pickle
+from dcpfs.format.metadata_classes import STRUCTURE_ATTRIBUTE, load_metadata_pickle
 from dcpfs.format.metadata_pickle import encode_metadata_pickle
 from dcpfs.format.names import check_relative_name
 from dcpfs.torch_private import StorageInfo
@@ -102,6 +103,7 @@ def _encode(
     located = [(index, _locate(info)) for index, info in entries]
     try:
         records = _make_records(metadata.state_dict_metadata, located)
+        structure = json.loads(json.dumps(getattr(metadata, STRUCTURE_ATTRIBUTE, None)))
     except CorruptCheckpointError as error:
         raise IncompleteCheckpointError(f"writing the metadata: {error.message}; nothing was published") from error
     has_paths = _is_paths(metadata.planner_data)
@@ -182,6 +184,7 @@ def index_metadata(metadata: Metadata, *, url: str = "the checkpoint") -> Checkp
             raise CorruptCheckpointError("it has no records")
         located = [(index, _check_location(_locate(info))) for index, info in metadata.storage_data.items()]
         records = _make_records(metadata.state_dict_metadata, located)
+        structure = json.loads(json.dumps(getattr(metadata, STRUCTURE_ATTRIBUTE, None)))
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
             f"reading {where}: the metadata is damaged: {error.message}", file=".metadata", key=error.key
@@ -197,6 +200,7 @@ def index_metadata(metadata: Metadata, *, url: str = "the checkpoint") -> Checkp
     save_id = getattr(meta, "save_id", None)
     return CheckpointIndex(
         records,
+        structure=structure,
         paths=dict(metadata.planner_data) if _is_paths(metadata.planner_data) else {},
         save_id=save_id if type(save_id) is str else None,
     )

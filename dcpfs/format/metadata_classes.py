@@ -20,7 +20,11 @@ from dcpfs.errors import CorruptCheckpointError, UntrustedDataError
 from dcpfs.format.allowlist import Global, resolve_value
 from dcpfs.format.unpickling import SafeUnpickler
 
-__all__ = ["load_metadata_pickle", "resolve_metadata"]
+__all__ = ["STRUCTURE_ATTRIBUTE", "load_metadata_pickle", "resolve_metadata"]
+
+STRUCTURE_ATTRIBUTE = "dcpfs_structure"
+"""Attribute of torch's ``Metadata`` that carries the structure of the state (`dcpfs.dcp.flatten`) from the planner to
+the writer. A writer of torch's own pickles it with the rest."""
 
 
 def _fill_with(*names: str) -> Callable[[Any, object], None]:
@@ -71,7 +75,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _CLASSES = {
     (_METADATA, "Metadata"): _dataclass(
-        metadata.Metadata, "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"
+        metadata.Metadata,
+        *("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", STRUCTURE_ATTRIBUTE),
     ),
     (_METADATA, "MetadataIndex"): Global(
         metadata.MetadataIndex, None, lambda: metadata.MetadataIndex.__new__(metadata.MetadataIndex), _fill_index
