@@ -275,7 +275,7 @@ def test_case_30_a_killed_rank_leaves_one_whole_step(
     place = Location(tmp_path)
     prepare(place, Before.SAME)
     wrap = functools.partial(DeadlyStore, name=name, moment=moment)
-    outcomes = try_ranks(_save_ranks, 2, str(tmp_path), 1, victim, wrap, timeout_seconds=60)
+    outcomes = try_ranks(_save_ranks, 2, str(tmp_path), 1, victim, wrap, timeout_seconds=120)
     assert outcomes[victim].failed
     assert outcomes[1 - victim].value != "", "the other rank must hear of it"
     assert loaded(place) in allowed
