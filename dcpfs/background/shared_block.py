@@ -36,14 +36,14 @@ class SharedBlock:
 
     Attributes:
         size_bytes: Its size.
-        tensor: Flat uint8. It and its views must not be used after `close`.
+        tensor: Flat uint8. Its views keep the mapping, also beyond `close`.
         descriptor: Of the file behind it; stays this object's.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
         self.descriptor = descriptor
         self.size_bytes = size_bytes
-        self._map = mmap.mmap(descriptor, max(1, size_bytes))
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, max(1, size_bytes))
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8, count=size_bytes) if size_bytes else _EMPTY
 
     @classmethod
@@ -65,19 +65,17 @@ class SharedBlock:
     def discard(self) -> None:
         """Give the memory back although the other side still maps it, which then reads zeros. Before `close`."""
         advice = getattr(mmap, "MADV_REMOVE", None)
-        if advice is not None and self.size_bytes:
+        if advice is not None and self.size_bytes and self._map is not None:
             with contextlib.suppress(OSError):  # a file system without holes: freed when the other side closes
                 self._map.madvise(advice)
 
     def close(self) -> None:
-        """Let go of the memory; it is freed when the other side has done so too. Idempotent."""
-        self.tensor = _EMPTY
+        """Let go of the memory; it is freed when the other side, and views of the tensor, have gone too. Idempotent."""
+        # Closing the map itself would pull it away from under views: torch holds the object, and not its buffer.
+        self.tensor, self._map = _EMPTY, None
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-            # A view that somebody still holds keeps the mapping: it goes when that does.
-            with contextlib.suppress(BufferError):
-                self._map.close()
 
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)

@@ -38,6 +38,8 @@ __all__ = ["serve"]
 _logger = logging.getLogger(__name__)
 
 _ABANDONED = 3
+_ORPHAN_SECONDS = 10.0
+"""What a save without a trainer gets to take back what it wrote."""
 
 
 def serve(channel: Channel) -> None:
@@ -114,14 +116,21 @@ class _Worker:
         self._blocks: dict[int, SharedBlock] = {}
         self._plans: Mapping[str, SavePlan] = {}
         self._context: SaveContext | None = None
-        self._busy = False
+        self._idle = threading.Event()
+        self._idle.set()
         self.ranks: Ranks = Ranks()
 
     def abandon(self) -> None:
-        """The parent has ended. A save at work finds that out by itself; an idle process ends here."""
-        if not self._busy:
-            sys.stderr.flush()
-            os._exit(_ABANDONED)
+        """The parent has ended. A save at work finds that out before it commits, and takes back what it wrote.
+
+        Where it hangs, the processes of other ranks that wait for this one are not kept waiting.
+        """
+        if self._idle.wait(_ORPHAN_SECONDS):
+            _logger.warning("the trainer has ended, and so does its background process")
+        else:
+            _logger.error("the trainer has ended, and its save came to no end in %.0f s: giving up", _ORPHAN_SECONDS)
+        sys.stderr.flush()
+        os._exit(_ABANDONED)
 
     @property
     def can_save(self) -> bool:
@@ -130,7 +139,7 @@ class _Worker:
 
     def save(self, order: SaveOrder, descriptors: list[int]) -> None:
         """Carry out one order, and reply."""
-        self._busy = True
+        self._idle.clear()
         rank = self._meeting.rank
         try:
             if self._context is None:
@@ -150,9 +159,7 @@ class _Worker:
         except ChannelClosedError:
             _logger.warning("nobody is told what became of iteration %d: the trainer is gone", order.iteration)
         finally:
-            self._busy = False
-        if self.watch.is_gone:
-            self.abandon()
+            self._idle.set()
 
     def _request_of(self, order: SaveOrder, descriptors: list[int]) -> SaveRequest:
         try:

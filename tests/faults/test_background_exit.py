@@ -1,0 +1,164 @@
+"""Scripts as people write them, that save in the background and end in one way or another."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcpfs.checkpointer.exit_hook import FAILED_EXIT_CODE
+from tests.multiprocess import background_job as job
+
+ROOT = Path(__file__).parents[2]
+THREAD, PROCESS = "async", "async_with_pinned_mem"
+
+UNGUARDED = """
+import sys, torch, dcpfs
+print("the script runs", flush=True)
+class Local:
+    pass
+state = {"w": torch.full((64, 16), 5.0), "number": 5}
+with dcpfs.DistributedCheckpointer(
+    dcpfs.CheckpointConfig(save_dir=sys.argv[-1], async_mode="async_with_pinned_mem", rng="none")
+) as checkpointer:
+    checkpointer.save_state(5, {"model": state})
+    checkpointer.maybe_wait_for_staging()
+    state["w"].zero_()
+print(checkpointer.steps(), flush=True)
+"""
+
+
+class Script:
+    """A Python process with a text, and where its output goes."""
+
+    def __init__(self, arguments: list[str], *, text: str = "", cwd: Path = ROOT) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        )
+        assert self.process.stdin is not None
+        self.process.stdin.write(text)
+        self.process.stdin.close()
+        self.process.stdin = None
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, output, errors; its children are gone too, since they hold the ends of these pipes."""
+        output, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, output, errors
+
+
+def test_cases_51_58_unguarded_scripts_stdin_and_notebooks_all_at_once(tmp_path: Path) -> None:
+    """Several jobs of one machine start at the same time; none is run a second time by its background process."""
+    path = tmp_path / "train.py"
+    path.write_text(UNGUARDED)
+    (tmp_path / "random.py").write_text("raise SystemExit('a file beside the script was imported')")
+    cells = "import sys\nsys.ps1 = '>>> '\nexec(compile(open(sys.argv[1]).read(), '<cell 1>', 'exec'), globals())"
+    starts = {
+        "script": [str(path)],
+        "stdin": ["-"],
+        "text": ["-c", UNGUARDED],
+        "notebook": ["-c", cells, str(path)],
+    }
+    (tmp_path / "random.py").unlink()
+    scripts = {
+        name: Script([*arguments, str(tmp_path / name)], text=UNGUARDED if name == "stdin" else "")
+        for name, arguments in starts.items()
+    }
+    for name, script in scripts.items():
+        code, output, errors = script.finish()
+        assert (code, output) == (0, "the script runs\n[5]\n"), errors
+        assert job.read_step(tmp_path / name, 5)["w"].eq(5).all()
+
+
+ENDING = """
+import sys
+from tests.multiprocess import background_job as job
+save_dir, mode, ending = sys.argv[1:]
+state = job.State()
+checkpointer = job.Checkpointer(job.config(save_dir, mode))
+def save(number):
+    state.fill(number)
+    checkpointer.save_state(number, {"model": state})
+    checkpointer.maybe_wait_for_staging()
+    state.fill(-1)
+save(1)
+checkpointer.wait()
+print("children", checkpointer._saver.pid if mode != "async" else 0, flush=True)
+save(2)
+if ending == "falls off":
+    pass
+elif ending == "exits":
+    sys.exit(3)
+elif ending == "raises":
+    raise ValueError("training broke")
+elif ending == "raises within":
+    with checkpointer:
+        raise ValueError("training broke")
+elif ending == "forks":
+    import os
+    if os.fork() == 0:
+        sys.exit(0)
+    os.wait()
+elif ending == "child of multiprocessing":
+    pass
+"""
+
+
+@pytest.mark.parametrize("mode", [THREAD, PROCESS])
+def test_cases_48_60_a_process_that_ends_without_close_finishes_or_says_what_failed(tmp_path: Path, mode: str) -> None:
+    wanted = {
+        ("falls off", False): 0,
+        ("falls off", True): FAILED_EXIT_CODE,
+        ("exits", False): 3,
+        ("raises", True): FAILED_EXIT_CODE,
+        ("raises within", True): 1,
+        ("forks", False): 0,
+    }
+    scripts = {}
+    for number, (ending, fails) in enumerate(wanted):
+        save_dir = tmp_path / f"{number}"
+        if fails:
+            job.plant(save_dir, 2, "unpicklable")
+        scripts[ending, fails] = save_dir, Script(["-c", ENDING, str(save_dir), mode, ending])
+    for (ending, fails), (save_dir, script) in scripts.items():
+        code, output, errors = script.finish()
+        assert code == wanted[ending, fails], (ending, fails, output, errors)
+        assert job.saved(save_dir, 1)
+        assert (save_dir / "iter_000000002" / "manifest.json").exists() != fails
+        assert fails or job.saved(save_dir, 2)
+        assert ("an error that holds a lambda" in errors) == fails
+        assert ("training broke" in errors) == ending.startswith("raises")
+
+
+IN_A_CHILD = """
+import multiprocessing, sys
+from tests.multiprocess import background_job as job
+def train(save_dir, mode):
+    state = job.State()
+    checkpointer = job.Checkpointer(job.config(save_dir, mode))
+    state.fill(1)
+    checkpointer.save_state(1, {"model": state})
+context = multiprocessing.get_context("fork")
+children = [context.Process(target=train, args=(f"{sys.argv[1]}/{mode}", mode)) for mode in sys.argv[2:]]
+for child in children:
+    child.start()
+for child in children:
+    child.join()
+print([child.exitcode for child in children])
+"""
+
+
+def test_case_48_children_of_multiprocessing_finish_too(tmp_path: Path) -> None:
+    job.plant(tmp_path / PROCESS, 1, "os")
+    code, output, errors = Script(["-c", IN_A_CHILD, str(tmp_path), THREAD, PROCESS]).finish()
+    assert (code, output) == (0, f"[0, {FAILED_EXIT_CODE}]\n"), errors
+    assert job.saved(tmp_path / THREAD, 1)
+    assert "the disk is on fire" in errors
