@@ -38,6 +38,7 @@ from dcpfs._version import __version__
 from dcpfs.checkpointer.commit import (
     Claim,
     ClaimState,
+    Stragglers,
     abandon_step,
     claim_step,
     move_latest,
@@ -166,8 +167,9 @@ class _Save:
         own = self._ranks.rank if context.global_rank is None else context.global_rank
         self._written = _Written(own, own if context.file_rank is None else context.file_rank)
         self._first_file_number = 0
-        self._discards = False
         self._stands = False
+        self._taken_back = False
+        self._stragglers = Stragglers.POSSIBLE
 
     @property
     def step(self) -> LocalStep:
@@ -203,23 +205,22 @@ class _Save:
                 failure = collected
             elif collected is not None:
                 failure = _attempt(lambda: self._commit(collected))
-            # Files of a manifest that stands must stay: only who knows that there is none lets them be deleted.
-            discards = failure is not None and not self._stands
-            self._discards, verdict = self._ranks.broadcast_verdict(discards, failure, error)
+            if collected is not None:
+                self._stragglers = Stragglers.NONE
+            if failure is not None:
+                self.take_back()  # before any rank can begin another save
+            _, verdict = self._ranks.broadcast_verdict(None, failure, error)
         if verdict is not None:
             raise verdict
         return True
 
     def take_back(self) -> None:
-        """Delete what this rank wrote, when it is known that nothing vouches for it. Never raises."""
-        if self._ranks.is_coordinator:
-            if self._claim is not None and not self._stands:
-                abandon_step(self.store, self._claim, list(self._written.files))
+        """At the coordinator: delete what all ranks wrote, unless a manifest vouches for it. Idempotent; never raises."""
+        claim = self._claim
+        if claim is None or self._stands or self._taken_back:
             return
-        if self._discards:
-            for writer in self._writers.values():
-                if isinstance(writer, FsspecStorageWriter):
-                    writer.discard()
+        self._taken_back = True
+        abandon_step(self.store, claim, list(self._written.files), stragglers=self._stragglers)
 
     def close(self) -> None:
         """Release connections; at the coordinator of a committed step, make room first. Never raises."""
@@ -256,6 +257,8 @@ class _Save:
             claim.first_file_number if claim is not None else 0,
         ]
         failed, state, most, least, last, first, *identity, self._first_file_number = self._ranks.largest(words)
+        if failed or last != -first:
+            self._stragglers = Stragglers.NONE  # all ranks know that there is nothing to write
         if failed:
             self._ranks.agree(self._error)
         if last != -first:
@@ -289,6 +292,8 @@ class _Save:
         if isinstance(gathered, list):
             failure = _attempt(lambda: self._plan(gathered, withdraws=withdraws))
             assigned = self._global.assigned if self._global is not None else None
+        if failure is not None:
+            self._stragglers = Stragglers.NONE
         mine = self._ranks.scatter_outcome(assigned, failure, error)
         plans.remember(step, mine, self._global)
         return plans.assigned(step)
@@ -326,6 +331,8 @@ class _Save:
 
     def _withdraw_together(self) -> None:
         failure = _attempt(self._withdraw) if self._ranks.is_coordinator else None
+        if failure is not None:
+            self._stragglers = Stragglers.NONE
         self._ranks.broadcast_outcome(None, failure, None)
 
     def _withdraw(self) -> None:
