@@ -103,7 +103,6 @@ def _encode(
     located = [(index, _locate(info)) for index, info in entries]
     try:
         records = _make_records(metadata.state_dict_metadata, located)
-        structure = json.loads(json.dumps(getattr(metadata, STRUCTURE_ATTRIBUTE, None)))
     except CorruptCheckpointError as error:
         raise IncompleteCheckpointError(f"writing the metadata: {error.message}; nothing was published") from error
     has_paths = _is_paths(metadata.planner_data)

@@ -182,6 +182,9 @@ def test_writers_of_a_subclass_commit_and_load(tmp_path: Path, mode: str) -> Non
     dcp_load(state, storage_reader=checkpointer.get_storage_reader(f"{tmp_path}/run/iter_000000004/model"))
     assert torch.equal(state["up.weight"], job.net.up.weight)
     dcp_load(state, storage_reader=FileSystemReader(tmp_path / "run/iter_000000004/model"))
+    trained = dcpfs.read(f"{tmp_path}/run/iter_000000004/scheduler")
+    assert trained["last_epoch"] == 4
+    assert type(trained["_last_lr"]) is list
     with TorchWriters(config(here, async_mode=mode)) as writing:  # over what stands there
         job.train(6, writing)
         job.save(writing, 4)
