@@ -89,7 +89,7 @@ def test_cases_38_39_what_is_kept(root: Location, mode: str) -> None:
         assert read_weights(checkpointer) == (10, 10)
 
 
-def test_the_closing_save_is_the_model_alone(tmp_path: Path) -> None:
+def test_case_105_the_closing_save_is_the_model_alone(tmp_path: Path) -> None:
     here = Location(str(tmp_path))
     job = Job(seed=5)
     with open_run(here, last_save_model_only=True, export_dtype="bfloat16", keep_last=1) as checkpointer:
@@ -296,7 +296,9 @@ def test_cases_48_100_a_script_that_does_not_close_saves_all_the_same_or_fails(t
         assert "manifest.json" in result.stderr
 
 
-def test_the_pointer_is_the_last_thing_that_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_34_the_pointer_moves_after_the_commit_and_room_is_made_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Case 34: commit, then pointer, then room is made: in the order of the requests to the store."""
     stores: list[RecordingStore] = []
 

@@ -277,7 +277,7 @@ def test_strict_loose_and_by_key(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert "down.weight" in caplog.text
 
 
-def test_cases_93_105_rename_and_skip_apply_to_a_warm_start_with_its_optimizer(tmp_path: Path) -> None:
+def test_case_93_rename_and_skip_apply_to_a_warm_start_with_its_optimizer(tmp_path: Path) -> None:
     root = Location(str(tmp_path))
     source = make_run(root)
     stored: dict[str, Any] = dcpfs.read(f"{tmp_path}/source/iter_000000004/model")
