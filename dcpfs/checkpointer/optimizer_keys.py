@@ -6,7 +6,8 @@ what was saved independent of groups, stages and order.
 
 Way taken: torch's names, exactly: ``state.{fqn}.{name}`` and ``param_groups.{fqn}.{field}``, nested values joined by
 further dots. Names of parameters hold dots themselves, so a key is taken apart with the parameters that are known, the
-longest name first.
+longest name first. A mapping that can't be told from such a name (keys that are no text, that are numbers, hold dots,
+or are none) stays a mapping in the state: its values get the same keys in the checkpoint, and its kind is noted there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-__all__ = ["GROUPS", "PARAM_NAMES", "STATE", "ParameterKeys", "flatten_values", "group_key", "sort_keys", "state_key"]
+__all__ = [
+    "GROUPS",
+    "PARAM_NAMES",
+    "STATE",
+    "ParameterKeys",
+    "flatten_values",
+    "group_key",
+    "separate_values",
+    "sort_keys",
+    "state_key",
+]
 
 STATE = "state"
 GROUPS = "param_groups"
@@ -40,8 +51,8 @@ class ParameterKeys:
 
 
 def state_key(fqn: str, name: str) -> str:
-    """Flat key of a value that belongs to one parameter."""
-    return f"{STATE}.{fqn}.{name}"
+    """Flat key of a value that belongs to one parameter, or of all of them where the name is empty."""
+    return f"{STATE}.{fqn}.{name}" if name else f"{STATE}.{fqn}"
 
 
 def group_key(fqn: str, name: str) -> str:
@@ -54,6 +65,18 @@ def flatten_values(values: Mapping[object, object], prefix: str = "") -> Iterato
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flatten_values(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def separate_values(values: Mapping[object, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """As `flatten_values`, but mappings that joined names don't tell from others are left whole, under their name."""
+    if not _are_plain(values):
+        yield prefix.removesuffix("."), dict(values)
+        return
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from separate_values(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -79,6 +102,13 @@ def sort_keys(keys: Iterable[str], names: Container[str]) -> tuple[dict[str, Par
         entry = found.setdefault(name, ParameterKeys())
         (entry.state if kind == STATE else entry.group)[body[len(name) + 1 :]] = key
     return found, rest
+
+
+def _are_plain(values: Mapping[object, object]) -> bool:
+    """Whether the keys' texts are enough to put the mapping together again."""
+    return bool(values) and all(
+        type(name) is str and name and "." not in name and not name.isdecimal() for name in values
+    )
 
 
 def _longest_name(body: str, names: Container[str]) -> str | None:

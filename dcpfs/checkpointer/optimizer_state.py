@@ -36,12 +36,14 @@ from dcpfs.checkpointer.optimizer_keys import (
     ParameterKeys,
     flatten_values,
     group_key,
+    separate_values,
     sort_keys,
     state_key,
 )
+from dcpfs.checkpointer.optimizer_values import load_exactly
 from dcpfs.checkpointer.parameter_names import ModuleNames
 from dcpfs.checkpointer.stored_value import StoredValue
-from dcpfs.checkpointer.template_tree import nest_leaves
+from dcpfs.checkpointer.template_tree import nest_leaves, steps_within
 from dcpfs.checkpointer.tensor_memory import has_same_bits, zeros_like_part, zeros_of_shape
 from dcpfs.dcp.flatten import flatten
 from dcpfs.errors import ConfigError, KeyMismatchError, UnsupportedValueError
@@ -105,9 +107,12 @@ class OptimizersWrapper:
             self._optimizers = []
         self._unfit: set[str] = set()
         self._asked: frozenset[str] = frozenset()
+        self._stored: Mapping[str, StoredValue] = {}
 
     def state_dict(self) -> dict[str, object]:
         """Flat key to tensor or value. The tensors are the optimizers' own, not copies.
+
+        A mapping in a parameter's state is opened, as torch does, where its names suffice to put it together again.
 
         Raises:
             ConfigError: An optimizer holds a parameter that the model lacks, or two hold the same one.
@@ -118,7 +123,8 @@ class OptimizersWrapper:
         for view in self._views():
             for group in view.groups:
                 for index, _, name in group.parameters:
-                    for value_name, value in flatten_values(view.state.get(index, {})):
+                    values = view.state.get(index, {})
+                    for value_name, value in separate_values(values) if values else ():
                         states[state_key(name, value_name)] = value
                     for field_name, value in group.fields.items():
                         fields[group_key(name, field_name)] = _own_names(field_name, value, name)
@@ -140,19 +146,21 @@ class OptimizersWrapper:
         shaped = self._names_shaped_like_parameters(views, sorted_keys, stored)
         self._unfit = set()
         self._asked = frozenset(sorted_keys)
+        self._stored = stored
         for view in views:
             for group in view.groups:
                 fields = dict(flatten_values(cast("Mapping[object, object]", group.fields)))
                 for index, parameter, name in group.parameters:
                     keys = sorted_keys.get(name, ParameterKeys())
                     live = dict(flatten_values(view.state.get(index, {}))) if keys.state else {}
+                    told = shaped if _may_be_reshaped(parameter, keys, stored) else _LIKE_PARAMETER
                     for value_name, key in keys.state.items():
                         value = stored[key]
                         if value.shape is None or value.dtype is None:
                             template[key] = _plain_or_none(live.get(value_name))
                             continue
                         template[key], fits = _state_memory(
-                            parameter, value_name, value.shape, value.dtype, live.get(value_name), shaped
+                            parameter, value_name, value.shape, value.dtype, live.get(value_name), told
                         )
                         if not fits:
                             self._unfit.add(name)
@@ -191,13 +199,14 @@ class OptimizersWrapper:
             ConfigError: An optimizer holds a parameter that the model lacks.
             KeyMismatchError: Parameters of one group were in groups that differ. Nothing was changed.
         """
-        leaves, _ = flatten(state_dict)
+        leaves, paths = _flatten_with_paths(state_dict)
         views, sorted_keys = self._sorted(leaves)
-        ready = [(view.optimizer, self._packed(view, sorted_keys, leaves)) for view in views]
+        stored = {**self._stored, **paths}
+        ready = [(view.optimizer, self._packed(view, sorted_keys, leaves, stored)) for view in views]
         self._warn_of_afresh(views, sorted_keys)
-        self._unfit, self._asked = set(), frozenset()
+        self._unfit, self._asked, self._stored = set(), frozenset(), {}
         for optimizer, packed in ready:
-            _load_exactly(optimizer, packed)
+            load_exactly(optimizer, packed)
         if len(self._containers) == 1 and not self._optimizers:
             self._containers[0].load_state_dict(dict(state_dict))
             return
@@ -262,18 +271,27 @@ class OptimizersWrapper:
     def _names_shaped_like_parameters(
         self, views: list[_View], sorted_keys: Mapping[str, ParameterKeys], stored: Mapping[str, StoredValue]
     ) -> frozenset[str]:
-        shaped = set(_LIKE_PARAMETER)
+        """Names of values that have the shape of their parameter, in most of the parameters that have them.
+
+        One alone may be chance: Adafactor's factors of a matrix with one row.
+        """
+        counts: dict[str, int] = {}
         for view in views:
             for group in view.groups:
                 for _, parameter, name in group.parameters:
                     for value_name, key in sorted_keys.get(name, ParameterKeys()).state.items():
                         shape = stored[key].shape
-                        if shape and shape == tuple(parameter.shape):
-                            shaped.add(value_name)
-        return frozenset(shaped)
+                        if shape:
+                            like = shape == tuple(parameter.shape)
+                            counts[value_name] = counts.get(value_name, 0) + (1 if like else -1)
+        return _LIKE_PARAMETER.union(name for name, count in counts.items() if count > 0)
 
     def _packed(
-        self, view: _View, sorted_keys: Mapping[str, ParameterKeys], leaves: Mapping[str, object]
+        self,
+        view: _View,
+        sorted_keys: Mapping[str, ParameterKeys],
+        leaves: Mapping[str, object],
+        stored: Mapping[str, StoredValue],
     ) -> dict[str, object]:
         """What ``load_state_dict`` of one optimizer takes."""
         state: dict[int, object] = {}
@@ -285,7 +303,12 @@ class OptimizersWrapper:
                 keys = sorted_keys.get(name, ParameterKeys())
                 if keys.state and name not in self._unfit:
                     values = {value_name: leaves[key] for value_name, key in keys.state.items()}
-                    state[index] = nest_leaves(values, view.state.get(index, {}))
+                    known = {
+                        value_name: steps
+                        for value_name, key in keys.state.items()
+                        if key in stored and (steps := steps_within(key, value_name, stored[key]))
+                    }
+                    state[index] = nest_leaves(values, view.state.get(index, {}), known)
                 elif name in self._asked and name not in sorted_keys and index in view.state:
                     state[index] = view.state[index]
                 for field_name, key in keys.group.items():
@@ -368,6 +391,27 @@ def _plain_or_none(value: object) -> object:
     return None if isinstance(value, torch.Tensor) else value
 
 
+def _may_be_reshaped(parameter: torch.Tensor, keys: ParameterKeys, stored: Mapping[str, StoredValue]) -> bool:
+    """Whether the values of a parameter could be those of one of another shape: none has its own, all have one."""
+    shapes = {stored[key].shape for key in keys.state.values()} - {None, ()}
+    return len(shapes) == 1 and tuple(parameter.shape) not in shapes
+
+
+def _flatten_with_paths(state_dict: Mapping[str, object]) -> tuple[dict[str, object], dict[str, StoredValue]]:
+    """The leaves, with empty mappings among them, and where those stand that stand in containers."""
+    leaves, structure = flatten(state_dict)
+    paths = {
+        key: StoredValue(None, None, path, structure.real_path(key))
+        for key, path in structure.paths.items()
+        if len(path) > 1
+    }
+    empty = [path for path, container in structure.containers.items() if container.empty]
+    for path, real_path in zip(empty, structure.empty_paths(), strict=True):
+        key = ".".join(map(str, path))
+        leaves[key], paths[key] = {}, StoredValue(None, None, path, real_path)
+    return leaves, paths
+
+
 def _state_memory(
     parameter: torch.Tensor,
     name: str,
@@ -400,27 +444,3 @@ def _is_equal(first: object, second: object) -> bool:
         both = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)
         return both and has_same_bits(cast("torch.Tensor", first), cast("torch.Tensor", second))
     return type(first) is type(second) and (first == second or repr(first) == repr(second))
-
-
-def _load_exactly(optimizer: Optimizer, packed: dict[str, object]) -> None:
-    """``load_state_dict``, with values in the type they were saved in where torch's own would cast them."""
-    optimizer.load_state_dict(packed)
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return
-    saved = cast("dict[int, dict[object, object]]", packed["state"])
-    groups = cast("list[dict[str, list[int]]]", packed["param_groups"])
-    for group, live_group in zip(groups, optimizer.param_groups, strict=True):
-        for index, parameter in zip(group["params"], live_group["params"], strict=True):
-            if index in saved and parameter in optimizer.state:
-                _restore_types(optimizer.state[parameter], saved[index], parameter)
-
-
-def _restore_types(live: dict[object, object], saved: Mapping[object, object], parameter: torch.Tensor) -> None:
-    for name, value in saved.items():
-        found = live.get(name)
-        if isinstance(value, Mapping) and isinstance(found, dict):
-            _restore_types(found, value, parameter)
-        elif isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and name != "step":
-            was_cast = found.dtype is not value.dtype and found.dtype is parameter.dtype
-            if was_cast:
-                live[name] = value.to(device=found.device)

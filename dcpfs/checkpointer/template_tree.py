@@ -22,7 +22,16 @@ from dcpfs.checkpointer.stored_value import StoredValue
 from dcpfs.dcp.flatten import flatten
 from dcpfs.errors import CorruptCheckpointError
 
-__all__ = ["below", "build_below", "build_tree", "nest_leaves", "placeholder", "starts_with_name"]
+__all__ = [
+    "Steps",
+    "below",
+    "build_below",
+    "build_tree",
+    "nest_leaves",
+    "placeholder",
+    "starts_with_name",
+    "steps_within",
+]
 
 _MOST_POSITIONS = 1 << 24
 """Positions of a list that a path may name: more is an attack on memory."""
@@ -31,6 +40,9 @@ _ROOT = "root"
 
 _Step = tuple[object, bool]
 """One step of a path: the real key, and whether it is a position in a list."""
+
+Steps = list[_Step]
+"""A path within a nested state."""
 
 
 def starts_with_name(key: str, name: str) -> bool:
@@ -96,20 +108,47 @@ def build_below(stored: Mapping[str, StoredValue], name: str, live: object) -> o
     return build_tree(found, {_ROOT: live}).get(_ROOT)
 
 
-def nest_leaves(leaves: Mapping[str, object], live: Mapping[object, object]) -> dict[object, object]:
-    """A nested state of leaves by flat key, in containers like those of the live state, with its types of keys."""
-    if not any("." in key for key in leaves):
+def nest_leaves(
+    leaves: Mapping[str, object], live: Mapping[object, object], known_steps: Mapping[str, Steps] | None = None
+) -> dict[object, object]:
+    """A nested state of leaves by flat key.
+
+    Args:
+        leaves: Flat key to leaf.
+        live: A state like the one wanted, if there is any: for its containers and types of keys.
+        known_steps: Flat key to path, for leaves of which the checkpoint says it.
+    """
+    paths: dict[str, Steps] = dict(known_steps or {})
+    if not paths and not any("." in key for key in leaves):
         texts = {str(key): key for key in live}
         return {texts.get(key, key): leaf for key, leaf in leaves.items()}
     own = cast("Mapping[str, object]", live)
     _, structure = flatten(own)
-    known = {key for key in leaves if key in structure.paths}
-    paths = {key: _steps(structure.paths[key], structure.real_path(key)) for key in known}
-    paths |= _guess([key for key in leaves if key not in known], own)
+    for key in leaves:
+        if key not in paths and key in structure.paths:
+            paths[key] = _steps(structure.paths[key], structure.real_path(key))
+    paths |= _guess([key for key in leaves if key not in paths], own)
     root: dict[object, object] = {}
     for key, leaf in leaves.items():
         _place(root, paths[key], leaf)
     return root
+
+
+def steps_within(key: str, name: str, value: StoredValue) -> Steps | None:
+    """The stored path of a key from where ``name``, with which it ends, begins; None where no path was stored."""
+    real_path = value.real_path or value.path
+    if len(value.path) < 2 or len(real_path) != len(value.path):
+        return None
+    steps: Steps = []
+    start = len(name) - len(key)
+    for step, real in zip(value.path, real_path, strict=True):
+        text = str(step)
+        if start >= 0:
+            steps.append((real, isinstance(step, int)))
+        elif start + len(text) > 0:
+            steps += [(part, False) for part in text[-start:].split(".")]
+        start += len(text) + 1
+    return steps
 
 
 def placeholder(value: StoredValue) -> torch.Tensor | None:
