@@ -85,10 +85,13 @@ class Verdicts:
             raise failure
 
     def tell(self, call: Callable[[], None]) -> None:
-        """Call back about what has been done. Local; what it raises is kept for the next collective call."""
+        """Call back about what has been done. Local; what it raises is kept for the next collective call, or logged."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - raised on all ranks by the next collective call
+            if self._on_save_error is OnSaveError.WARN:
+                _logger.error("a callback failed; training goes on: %s", error)
+                return
             _logger.error("a callback failed, which the next collective call raises: %s", error)
             self._late = self._late or error
 

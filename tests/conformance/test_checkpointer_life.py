@@ -316,3 +316,26 @@ def test_case_34_the_pointer_moves_after_the_commit_and_room_is_made_last(
     removed = calls.index("delete iter_000000001/manifest.json")
     assert committed < pointed < removed
     assert max(index for index, call in enumerate(calls) if call.endswith(".metadata") and "put" in call) < committed
+
+
+def test_a_grad_scaler_of_torchs_own_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def make(**settings: Any) -> tuple[Any, Any, Any]:
+        net: Any = nn.Linear(2, 2)
+        return net, torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", **settings)
+
+    net, optimizer, scaler = make(init_scale=8.0, growth_interval=1)
+    scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    with open_run(Location(str(tmp_path))) as checkpointer:
+        checkpointer.save(net, optimizer, None, scaler, 1)
+        checkpointer.save(net, optimizer, None, None, 2)
+        other = make()
+        assert checkpointer.load(other[0], other[1], None, other[2]) == 2
+        assert "no grad scaler was saved" in caplog.text
+        assert other[2].get_scale() != 16.0
+    with open_run(Location(str(tmp_path)), load_step=1) as checkpointer:
+        assert checkpointer.load(other[0], other[1], None, other[2]) == 1
+        assert other[2].state_dict() == scaler.state_dict()
+        assert checkpointer.load(*make(enabled=False)[:2], None, make(enabled=False)[2]) == 1
+        assert checkpointer.load(*make()[:2]) == 1
