@@ -215,7 +215,7 @@ class _Save:
         return True
 
     def take_back(self) -> None:
-        """At the coordinator: delete what all ranks wrote, unless a manifest vouches for it. Idempotent; never raises."""
+        """Coordinator: delete what all ranks wrote, unless a manifest vouches for it. Idempotent; never raises."""
         claim = self._claim
         if claim is None or self._stands or self._taken_back:
             return
