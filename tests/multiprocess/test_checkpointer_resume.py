@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import dcpfs
+from dcpfs.storage.location import Location
+from dcpfs.storage.opening import open_store
 from tests.multiprocess.gloo import run_ranks, try_ranks
 from tests.multiprocess.training_job import Job, World, assert_same
 
@@ -18,13 +22,14 @@ UNTIL = 6
 STOPPED_AT = 4
 
 
-def config(save_dir: str, mode: str = "disabled", **settings: object) -> dcpfs.CheckpointConfig:
+def make_config(save_dir: str, mode: str = "disabled", **settings: object) -> dcpfs.CheckpointConfig:
     return dcpfs.CheckpointConfig.model_validate({"save_dir": save_dir, "async_mode": mode, **settings})
 
 
-def interrupted(root: str, mode: str) -> list[int]:
+def interrupted(root: str, mode: str, options: Mapping[str, object] | None = None) -> list[int]:
     """Train to the end; train again and stop; go on from the checkpoint with everything fresh, twice."""
     world, rank = World(2), dist.get_rank()
+    config = functools.partial(make_config, storage_options=options)
     uninterrupted = Job(world=world, rank=rank)
     with dcpfs.DistributedCheckpointer(config(f"{root}/whole")) as checkpointer:
         losses = uninterrupted.train(UNTIL, checkpointer)
@@ -62,6 +67,14 @@ def test_cases_5_8_20_95_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_
     assert (tmp_path / "parts/latest_checkpoint.txt").read_text() == "iter_000000006\n"
 
 
+def test_a_run_on_s3_resumes_as_on_a_disk(s3_prefix: Location) -> None:
+    assert run_ranks(interrupted, 2, s3_prefix.url, "async", s3_prefix.storage_options) == [[STOPPED_AT, UNTIL]] * 2
+    with contextlib.closing(open_store(s3_prefix)) as store:
+        names = {info.path for info in store.list("parts")}
+    assert {"parts/latest_checkpoint.txt", "parts/iter_000000006/dataloader/rank_1.pkl"} <= names
+    assert not [name for name in names if name.endswith(".writing")]
+
+
 def die_in_the_middle(root: str, mode: str, dying_rank: int, at: int) -> None:
     """A rank is killed at its n-th file of the second step."""
     rank = dist.get_rank()
@@ -75,7 +88,7 @@ def die_in_the_middle(root: str, mode: str, dying_rank: int, at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 
-    with dcpfs.DistributedCheckpointer(config(root, mode)) as checkpointer:
+    with dcpfs.DistributedCheckpointer(make_config(root, mode)) as checkpointer:
         job.train(2, checkpointer)
         checkpointer.wait()
         if rank == dying_rank:
@@ -89,7 +102,7 @@ def go_on(root: str) -> tuple[int, list[int]]:
     uninterrupted = Job(world=world, rank=rank)
     losses = uninterrupted.train(UNTIL)
     job = Job(seed=9, world=world, rank=rank)
-    with dcpfs.DistributedCheckpointer(config(root)) as checkpointer:
+    with dcpfs.DistributedCheckpointer(make_config(root)) as checkpointer:
         start = job.load(checkpointer)
         assert job.train(UNTIL, checkpointer) == losses[start:]
         assert_same(job.whole(), uninterrupted.whole())
@@ -118,7 +131,7 @@ def reshard(root: str) -> int:
 
     def checkpointer_of(world: World, name: object) -> dcpfs.DistributedCheckpointer:
         return dcpfs.DistributedCheckpointer(
-            config(f"{root}/{name}", on_world_size_change="skip"), process_group=world.group
+            make_config(f"{root}/{name}", on_world_size_change="skip"), process_group=world.group
         )
 
     for source, targets in {2: (1, 3, 4), 4: (2,), 3: (4,), 1: (2,)}.items():
@@ -154,7 +167,7 @@ def resize_data(root: str, action: Callable[..., object] | str | None) -> object
     rank = dist.get_rank()
     world = World(1)
     job = Job(rank=rank)
-    with dcpfs.DistributedCheckpointer(config(root)) as checkpointer:
+    with dcpfs.DistributedCheckpointer(make_config(root)) as checkpointer:
         job.loader.position = 10 + rank
         job.save(checkpointer, 1)
     if not world.is_member:
@@ -163,7 +176,7 @@ def resize_data(root: str, action: Callable[..., object] | str | None) -> object
     hook = action if callable(action) else None
     before = Job(seed=3, rank=7)
     with dcpfs.DistributedCheckpointer(
-        config(root, **settings), process_group=world.group, reshard_dataloader=hook
+        make_config(root, **settings), process_group=world.group, reshard_dataloader=hook
     ) as checkpointer:
         try:
             before.load(checkpointer)
