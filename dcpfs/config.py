@@ -130,8 +130,9 @@ class TransferConfig(FrozenConfig):
     local_concurrency: Annotated[int, Field(ge=1, le=256)] = 4
     """Threads per rank on local files: more only contend for memory bandwidth."""
     part_bytes: Annotated[int, Field(ge=64 << 10, le=5 << 30)] | None = None
-    """Size of one upload part. None: chosen from the file's size, 16 MiB up to 156 GiB, more above
-    (10,000-part limit)."""
+    """Size of one upload part. None: 16 MiB; on S3 equal shares of the file for all requests in flight, of 8 to 16 MiB,
+    up to 64 MiB where all tensors are sent from where they lie (plain CPU memory) and every connection still has three
+    parts, and more where the limit of 10,000 parts demands it."""
     read_bytes: Annotated[int, Field(ge=64 << 10)] = 16 * _MIB
     """Largest single ranged read. 16 MiB keeps 1 GB within 64 requests while enough are in flight."""
     coalesce_gap_bytes: Annotated[int, Field(ge=0)] = 64 << 10

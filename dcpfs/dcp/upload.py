@@ -33,7 +33,7 @@ from dcpfs.dcp.payload import BytesPayload, Payload, TensorPayload
 from dcpfs.dcp.placement import FileLayout, Piece, cut
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
 from dcpfs.format.checksum import crc32, crc32_combine
-from dcpfs.storage.store import Buffer, PartRange, Sink, Store
+from dcpfs.storage.store import Buffer, PartMemory, PartRange, Sink, Store
 
 __all__ = ["UploadReport", "Uploader"]
 
@@ -97,6 +97,7 @@ class Uploader:
         self._on_device: dict[int, torch.Tensor] = {}
         self._borrowed: dict[int, _Loan] = {}
         self._report = UploadReport()
+        self._memory = self._find_part_memory()
 
     def upload(self, files: Sequence[tuple[str, FileLayout]]) -> UploadReport:
         """Send all files and publish them under their names.
@@ -167,7 +168,7 @@ class Uploader:
             supplies = alive
 
     def _file_tasks(self, name: str, layout: FileLayout, sinks: list[tuple[str, Sink]]) -> Iterator[Task]:
-        sink = self._store.open_sink(name, layout.size_bytes)
+        sink = self._store.open_sink(name, layout.size_bytes, memory=self._memory)
         sinks.append((name, sink))
         turn = None if self._parallel_parts else _Turn()
         parts = sink.parts()
@@ -176,6 +177,22 @@ class Uploader:
             job = self._prepare(_PartJob(self, name, sink, part, index, turn), pieces, largest_bytes)
             self._report.requests += 1
             yield Task(0, job.run, job.discard)
+
+    def _find_part_memory(self) -> PartMemory:
+        """In place: no tensor is copied, and the small buffers of all parts, once joined, fit the budget together.
+
+        Then no part waits for memory, however large parts are.
+        """
+        if self._makes_tensors:
+            return PartMemory.COPIED
+        joined_bytes = 0
+        for payload in self._payloads:
+            if isinstance(payload, TensorPayload) and payload.host is None:
+                return PartMemory.COPIED
+            joined_bytes += payload.size_bytes
+            if payload.payload_bytes >= _SMALL_BYTES:
+                joined_bytes -= payload.payload_bytes
+        return PartMemory.IN_PLACE if joined_bytes <= self._budget.total_bytes else PartMemory.COPIED
 
     def _prepare(self, job: _PartJob, pieces: list[Piece], largest_bytes: int) -> _PartJob:
         """Collect what fills the part, and acquire the memory that takes."""

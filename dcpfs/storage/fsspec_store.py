@@ -51,10 +51,19 @@ from dcpfs.storage.fsspec_sink import (
     temporary_name,
     write_all,
 )
-from dcpfs.storage.literal_calls import fill, list_directory, move_file, object_info, open_unbuffered
+from dcpfs.storage.literal_calls import (
+    fill,
+    list_directory,
+    move_file,
+    object_info,
+    open_unbuffered,
+    quote_marks,
+    reads_ranges,
+    remove_directory,
+)
 from dcpfs.storage.location import Location, check_name
 from dcpfs.storage.retrying import RetryPolicy
-from dcpfs.storage.store import Buffer, ObjectInfo, Sink
+from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, Sink
 from dcpfs.storage.translate import Classified, FailedAttempt, FailureKind, Fault, classify, fault_of
 
 if TYPE_CHECKING:
@@ -65,6 +74,7 @@ __all__ = ["FsspecStore"]
 _T = TypeVar("_T")
 _DELETE_THREADS = 8
 _WEB = frozenset({"http", "https"})
+_DAV = frozenset({"dav", "webdav", "webdavs"})
 
 
 class FsspecStore:
@@ -170,8 +180,9 @@ class FsspecStore:
         self, fs: AbstractFileSystem, name: str, path: str, start: int, views: Sequence[memoryview]
     ) -> None:
         size_bytes = sum(map(len, views))
-        if overrides(type(fs), "cat_file") or overrides(type(fs), "_cat_file"):
-            content = memoryview(fs.cat_file(name, start=start, end=start + size_bytes))
+        if reads_ranges(fs):
+            with _directories_as_absent(fs, name):
+                content = memoryview(fs.cat_file(name, start=start, end=start + size_bytes))
             if len(content) != size_bytes:
                 content = self._explain_length(path, start, size_bytes, content)
             for view in views:
@@ -281,7 +292,13 @@ class FsspecStore:
 
         return self._run("write", path, attempt)
 
-    def open_sink(self, path: str, size_bytes: int) -> Sink:
+    def open_sink(
+        self,
+        path: str,
+        size_bytes: int,
+        *,
+        memory: PartMemory = PartMemory.COPIED,  # noqa: ARG002 - fsspec copies whatever it writes
+    ) -> Sink:
         """Start an object: into memory, whole, or as a stream of parts."""
         self._check_writable("write", path)
         parts = parts_of(self._target(path), size_bytes, self._transfer.part_bytes)
@@ -356,7 +373,7 @@ class FsspecStore:
                 self._made.discard(name)
                 try:
                     with self._turn():
-                        opened.filesystem.rmdir(name)
+                        remove_directory(opened.filesystem, name)
                 except Exception:  # noqa: BLE001 - it holds something, somebody was faster, or it can't be done
                     break
                 directory = directory.rpartition("/")[0]
@@ -433,6 +450,9 @@ class FsspecStore:
             return opened.root
         if self._plain.scheme in _WEB:
             return self._plain.join(path).path
+        if self._plain.scheme in _DAV:
+            # webdav4 puts names into URLs as they are; what it answers is decoded.
+            path = quote_marks(path)
         return f"{opened.root}/{path}" if opened.root else path
 
     def _target(self, path: str) -> str:

@@ -45,7 +45,7 @@ from dcpfs.storage.file_bytes import BLOCK_BYTES, BounceBuffers, DirectWriter, r
 from dcpfs.storage.local_tree import LocalTree, flush_directory
 from dcpfs.storage.location import Location, check_name
 from dcpfs.storage.retrying import RetryPolicy
-from dcpfs.storage.store import Buffer, ObjectInfo, PartRange
+from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, PartRange
 from dcpfs.storage.translate import FailedAttempt, FailureKind
 
 __all__ = ["LocalSink", "LocalStore"]
@@ -141,7 +141,13 @@ class LocalStore:
             sink.abort()
             raise
 
-    def open_sink(self, path: str, size_bytes: int) -> LocalSink:
+    def open_sink(
+        self,
+        path: str,
+        size_bytes: int,
+        *,
+        memory: PartMemory = PartMemory.COPIED,  # noqa: ARG002 - larger parts are no faster on a file
+    ) -> LocalSink:
         """Start an object of known size: its directory exists and its space is reserved."""
         return LocalSink(self._tree, path, size_bytes, self._transfer, self._bounce)
 

@@ -40,11 +40,11 @@ from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location, check_name
 from dcpfs.storage.retrying import RetryPolicy
 from dcpfs.storage.s3_http import Scatter
-from dcpfs.storage.s3_multipart import MAX_OBJECT_BYTES, S3Sink
+from dcpfs.storage.s3_multipart import MAX_OBJECT_BYTES, S3Sink, plan_part_bytes
 from dcpfs.storage.s3_session import S3Session
 from dcpfs.storage.s3_signing import S3Signer
 from dcpfs.storage.s3_transfer import RangedRead, S3Transfer
-from dcpfs.storage.store import Buffer, ObjectInfo
+from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory
 
 __all__ = ["S3Store"]
 
@@ -180,11 +180,11 @@ class S3Store:
             etag = self._attempt("write", path, lambda: self._transfer.put_object(key, views, if_absent=False))
         return self._confirm(path, sum(map(len, views)), etag)
 
-    def open_sink(self, path: str, size_bytes: int) -> S3Sink:
+    def open_sink(self, path: str, size_bytes: int, *, memory: PartMemory = PartMemory.COPIED) -> S3Sink:
         """Start an object; the first part makes the first request."""
-        writer = _Writer(self, path)
         config = self._transfer_config
-        return S3Sink(writer, self._session, self._transfer, size_bytes, config.part_bytes, config.concurrency)
+        part_bytes = plan_part_bytes(size_bytes, config.part_bytes, config.concurrency, memory)
+        return S3Sink(_Writer(self, path), self._session, self._transfer, size_bytes, part_bytes)
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete objects, 1,000 a request. Every key's own answer is checked."""

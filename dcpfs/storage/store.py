@@ -17,6 +17,7 @@ without ``.`` or ``..`` segments; ``""`` is the location itself. All names are l
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -24,7 +25,7 @@ from typing import Protocol, runtime_checkable
 from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location
 
-__all__ = ["Buffer", "ObjectInfo", "PartRange", "Sink", "Store"]
+__all__ = ["Buffer", "ObjectInfo", "PartMemory", "PartRange", "Sink", "Store"]
 
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes. Where a store fills one it is a writable memoryview of format ``B``."""
@@ -58,6 +59,15 @@ class PartRange:
     def size_bytes(self) -> int:
         """Length of the part."""
         return self.stop - self.start
+
+
+class PartMemory(enum.Enum):
+    """What a part of an object takes while it is being written, which is what bounds its size."""
+
+    COPIED = "copied"
+    """Memory of its size."""
+    IN_PLACE = "in place"
+    """Next to none: its bytes lie in memory already, and are written from there."""
 
 
 class Sink(Protocol):
@@ -138,8 +148,14 @@ class Store(Protocol):
         """
         ...
 
-    def open_sink(self, path: str, size_bytes: int) -> Sink:
-        """Start an object of known size. Makes no object visible before `Sink.commit`."""
+    def open_sink(self, path: str, size_bytes: int, *, memory: PartMemory = PartMemory.COPIED) -> Sink:
+        """Start an object of known size. Makes no object visible before `Sink.commit`.
+
+        Args:
+            path: Name of the object.
+            size_bytes: Its length.
+            memory: What its parts take: a hint for their size, where the user has set none.
+        """
         ...
 
     def head(self, path: str) -> ObjectInfo:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location, check_name
-from dcpfs.storage.store import Buffer, ObjectInfo, PartRange, Sink, Store
+from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, PartRange, Sink, Store
 
 __all__ = ["Subdirectory"]
 
@@ -61,9 +61,9 @@ class Subdirectory:
         """See `Store.put`."""
         return self._cut(self._store.put(self._full(path), buffers, if_absent=if_absent))
 
-    def open_sink(self, path: str, size_bytes: int) -> Sink:
+    def open_sink(self, path: str, size_bytes: int, *, memory: PartMemory = PartMemory.COPIED) -> Sink:
         """See `Store.open_sink`."""
-        return _SubdirectorySink(self._store.open_sink(self._full(path), size_bytes), path)
+        return _SubdirectorySink(self._store.open_sink(self._full(path), size_bytes, memory=memory), path)
 
     def head(self, path: str) -> ObjectInfo:
         """See `Store.head`."""

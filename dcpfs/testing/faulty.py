@@ -20,7 +20,7 @@ from typing import TypeVar
 from dcpfs.errors import StorageError, TransferSizeError
 from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location
-from dcpfs.storage.store import Buffer, ObjectInfo, PartRange, Sink, Store
+from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, PartRange, Sink, Store
 
 __all__ = ["Aftermath", "FaultPlan", "FaultyStore", "InjectedError", "Moment"]
 
@@ -145,10 +145,10 @@ class FaultyStore:
         """See `Store.put`."""
         return self.mutate("write", path, lambda: self._store.put(path, buffers, if_absent=if_absent))
 
-    def open_sink(self, path: str, size_bytes: int) -> Sink:
+    def open_sink(self, path: str, size_bytes: int, *, memory: PartMemory = PartMemory.COPIED) -> Sink:
         """See `Store.open_sink`."""
         self.check_alive(path)
-        return _FaultySink(self, path, self._store.open_sink(path, size_bytes))
+        return _FaultySink(self, path, self._store.open_sink(path, size_bytes, memory=memory))
 
     def head(self, path: str) -> ObjectInfo:
         """See `Store.head`."""

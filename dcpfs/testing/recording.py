@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location
-from dcpfs.storage.store import Buffer, ObjectInfo, PartRange, Sink, Store
+from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, PartRange, Sink, Store
 
 __all__ = ["RecordedCall", "RecordingStore"]
 
@@ -114,10 +114,10 @@ class RecordingStore:
         self.note("put", path, 0, sum(memoryview(buffer).nbytes for buffer in buffers))
         return self._store.put(path, buffers, if_absent=if_absent)
 
-    def open_sink(self, path: str, size_bytes: int) -> Sink:
+    def open_sink(self, path: str, size_bytes: int, *, memory: PartMemory = PartMemory.COPIED) -> Sink:
         """See `Store.open_sink`."""
         self.note("open_sink", path, 0, size_bytes)
-        return _RecordingSink(self, path, self._store.open_sink(path, size_bytes))
+        return _RecordingSink(self, path, self._store.open_sink(path, size_bytes, memory=memory))
 
     def head(self, path: str) -> ObjectInfo:
         """See `Store.head`."""

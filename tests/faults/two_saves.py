@@ -32,7 +32,7 @@ from dcpfs.checkpointer.ownership import put_owned
 from dcpfs.errors import DcpfsError, ObjectExistsError, ObjectNotFoundError
 from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location
-from dcpfs.storage.store import Buffer, ObjectInfo, Sink
+from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, Sink
 
 __all__ = ["READ_WHOLE", "STEP", "Objects", "Outcome", "SharedStore", "Turns", "check_unmixed", "run_saves", "save_all"]
 
@@ -145,7 +145,7 @@ class SharedStore:
         content[path] = b"".join(buffers)
         return ObjectInfo(path, len(content[path]))
 
-    def open_sink(self, path: str, size_bytes: int) -> Sink:
+    def open_sink(self, path: str, size_bytes: int, *, memory: PartMemory = PartMemory.COPIED) -> Sink:
         raise NotImplementedError
 
     def head(self, path: str) -> ObjectInfo:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dcpfs.errors import ObjectExistsError, ObjectNotFoundError, TransferSizeError
 from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location
-from dcpfs.storage.store import Buffer, ObjectInfo, Sink
+from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, Sink
 
 __all__ = ["DictStore"]
 
@@ -51,7 +51,7 @@ class DictStore:
         self.objects[path] = b"".join(buffers)
         return self.head(path)
 
-    def open_sink(self, path: str, size_bytes: int) -> Sink:
+    def open_sink(self, path: str, size_bytes: int, *, memory: PartMemory = PartMemory.COPIED) -> Sink:
         raise NotImplementedError
 
     def head(self, path: str) -> ObjectInfo:

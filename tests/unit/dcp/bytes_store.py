@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dcpfs.errors import ObjectNotFoundError, TransferSizeError
 from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location
-from dcpfs.storage.store import Buffer, ObjectInfo, Sink
+from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, Sink
 
 __all__ = ["BytesStore"]
 
@@ -56,7 +56,7 @@ class BytesStore:
         self.objects[path] = b"".join(buffers)
         return self.head(path)
 
-    def open_sink(self, path: str, size_bytes: int) -> Sink:
+    def open_sink(self, path: str, size_bytes: int, *, memory: PartMemory = PartMemory.COPIED) -> Sink:
         raise NotImplementedError
 
     def head(self, path: str) -> ObjectInfo:

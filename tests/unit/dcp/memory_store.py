@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dcpfs.errors import ObjectExistsError, ObjectNotFoundError, TransferSizeError
 from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location
-from dcpfs.storage.store import Buffer, ObjectInfo, PartRange
+from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, PartRange
 
 __all__ = ["MemoryStore"]
 
@@ -22,12 +22,14 @@ class MemoryStore:
         objects: What is visible, by name.
         calls: Verb and name of every mutating call, in order.
         open_sinks: Sinks neither committed nor aborted.
+        sink_memory: What the parts of each object were said to take.
     """
 
     def __init__(self, *, part_bytes: int = 1 << 16, parallel_parts: bool = True, hook: Hook | None = None) -> None:
         self.objects: dict[str, bytes] = {}
         self.calls: list[tuple[str, str]] = []
         self.open_sinks: set[MemorySink] = set()
+        self.sink_memory: dict[str, PartMemory] = {}
         self.part_bytes = part_bytes
         self.hook = hook
         self.closed = False
@@ -70,8 +72,9 @@ class MemoryStore:
         self.objects[path] = b"".join(buffers)
         return self.head(path)
 
-    def open_sink(self, path: str, size_bytes: int) -> MemorySink:
+    def open_sink(self, path: str, size_bytes: int, *, memory: PartMemory = PartMemory.COPIED) -> MemorySink:
         self.note("open", path)
+        self.sink_memory[path] = memory
         sink = MemorySink(self, path, size_bytes)
         self.open_sinks.add(sink)
         return sink

@@ -17,6 +17,7 @@ from dcpfs.dcp.payload import BytesPayload, Payload, TensorPayload
 from dcpfs.dcp.placement import place
 from dcpfs.dcp.transfer import ByteBudget
 from dcpfs.dcp.upload import Uploader
+from dcpfs.storage.store import PartMemory
 from tests.unit.dcp.memory_store import MemoryStore
 
 
@@ -155,6 +156,36 @@ def test_case_1_and_31_any_failure_is_raised_and_leaves_nothing(
             _upload(store, values, files=3, makes_tensors=makes_tensors, budget=ByteBudget(20_000))
         assert store.objects == {}
         assert store.open_sinks == set()
+
+
+@pytest.mark.parametrize(
+    ("attached", "makes_tensors", "budget_bytes", "memory"),
+    [
+        (3, False, 1 << 20, PartMemory.IN_PLACE),
+        (3, False, 1500, PartMemory.COPIED),  # joined small buffers alone would wait for each other
+        (2, False, 1 << 20, PartMemory.COPIED),
+        (3, True, 1 << 20, PartMemory.COPIED),
+    ],
+)
+def test_the_store_learns_whether_parts_take_memory(
+    attached: int, makes_tensors: bool, budget_bytes: int, memory: PartMemory
+) -> None:
+    values = [torch.randn(1 << 16), torch.randn(100), torch.randn(1 << 15)]
+    payloads = [TensorPayload(value.dtype, value.shape) for value in values]
+    for payload, value in zip(payloads[:attached], values, strict=False):
+        assert payload.attach(value)
+    store = MemoryStore(part_bytes=1 << 16)
+    uploader = Uploader(
+        store,
+        payloads,
+        lambda number: values[number],
+        makes_tensors=makes_tensors,
+        concurrency=4,
+        budget=ByteBudget(budget_bytes),
+    )
+    uploader.upload([("f", place([payload.size_bytes for payload in payloads], files=1)[0])])
+    assert store.sink_memory == {"f": memory}
+    assert store.objects["f"] == b"".join(map(_entry, values))
 
 
 def test_case_31_a_planner_that_fails_leaves_nothing() -> None:

@@ -14,6 +14,7 @@ from dcpfs.storage.s3_multipart import MAX_OBJECT_BYTES, plan_part_bytes
 from dcpfs.storage.s3_redirects import is_same_domain
 from dcpfs.storage.s3_session import split_bucket
 from dcpfs.storage.s3_transfer import parse_content_range, parse_error
+from dcpfs.storage.store import PartMemory
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -22,8 +23,11 @@ GIB = 1 << 30
 @pytest.mark.parametrize("part_bytes", [None, 64 << 10, 5 * MIB, 50 * MIB, 5 * GIB])
 @pytest.mark.parametrize("size_bytes", [0, 1, 5 * MIB, 500 * MIB, 157 * GIB, 600 * GIB, MAX_OBJECT_BYTES])
 @pytest.mark.parametrize("concurrency", [1, 32, 1024])
-def test_case_84_parts_stay_within_the_limits_of_s3(size_bytes: int, part_bytes: int | None, concurrency: int) -> None:
-    planned = plan_part_bytes(size_bytes, part_bytes, concurrency)
+@pytest.mark.parametrize("memory", PartMemory)
+def test_case_84_parts_stay_within_the_limits_of_s3(
+    size_bytes: int, part_bytes: int | None, concurrency: int, memory: PartMemory
+) -> None:
+    planned = plan_part_bytes(size_bytes, part_bytes, concurrency, memory)
     assert 5 * MIB <= planned <= 5 * GIB
     assert -(-size_bytes // planned) <= 10_000
     if part_bytes is not None and part_bytes >= 5 * MIB:
@@ -36,11 +40,28 @@ def test_case_84_an_object_that_no_part_size_fits_is_refused_early() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size_bytes", "concurrency", "count"),
-    [(100 * MIB, 32, 13), (400 * MIB, 32, 32), (512 * MIB, 32, 32), (600 * MIB, 32, 64), (1280 * MIB, 32, 96)],
+    ("size_bytes", "concurrency", "copied", "in_place"),
+    [
+        (100 * MIB, 32, 13, 13),
+        (400 * MIB, 32, 32, 32),
+        (512 * MIB, 32, 32, 32),
+        (600 * MIB, 32, 64, 64),
+        (1280 * MIB, 32, 96, 96),
+        (2 * GIB, 32, 128, 96),
+        (5 * GIB, 32, 320, 96),
+        (12 * GIB, 32, 768, 192),
+        (GIB, 4, 64, 16),
+    ],
 )
-def test_parts_keep_every_request_busy_to_the_end(size_bytes: int, concurrency: int, count: int) -> None:
-    assert -(-size_bytes // plan_part_bytes(size_bytes, None, concurrency)) == count
+def test_parts_keep_every_request_busy_to_the_end(
+    size_bytes: int, concurrency: int, copied: int, in_place: int
+) -> None:
+    planned = [plan_part_bytes(size_bytes, None, concurrency, memory) for memory in PartMemory]
+    assert [-(-size_bytes // part_bytes) for part_bytes in planned] == [copied, in_place]
+
+
+def test_a_wish_for_a_part_size_counts_wherever_the_bytes_lie() -> None:
+    assert {plan_part_bytes(5 * GIB, 20 * MIB, 32, memory) for memory in PartMemory} == {20 * MIB}
 
 
 @pytest.mark.parametrize(
