@@ -51,16 +51,7 @@ from dcpfs.storage.fsspec_sink import (
     temporary_name,
     write_all,
 )
-from dcpfs.storage.literal_calls import (
-    fill,
-    list_directory,
-    move_file,
-    object_info,
-    open_unbuffered,
-    quote_marks,
-    reads_ranges,
-    remove_directory,
-)
+from dcpfs.storage.literal_calls import fill, list_directory, move_file, object_info, open_unbuffered
 from dcpfs.storage.location import Location, check_name
 from dcpfs.storage.retrying import RetryPolicy
 from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, Sink
@@ -74,7 +65,6 @@ __all__ = ["FsspecStore"]
 _T = TypeVar("_T")
 _DELETE_THREADS = 8
 _WEB = frozenset({"http", "https"})
-_DAV = frozenset({"dav", "webdav", "webdavs"})
 
 
 class FsspecStore:
@@ -180,9 +170,8 @@ class FsspecStore:
         self, fs: AbstractFileSystem, name: str, path: str, start: int, views: Sequence[memoryview]
     ) -> None:
         size_bytes = sum(map(len, views))
-        if reads_ranges(fs):
-            with _directories_as_absent(fs, name):
-                content = memoryview(fs.cat_file(name, start=start, end=start + size_bytes))
+        if overrides(type(fs), "cat_file") or overrides(type(fs), "_cat_file"):
+            content = memoryview(fs.cat_file(name, start=start, end=start + size_bytes))
             if len(content) != size_bytes:
                 content = self._explain_length(path, start, size_bytes, content)
             for view in views:
@@ -373,7 +362,7 @@ class FsspecStore:
                 self._made.discard(name)
                 try:
                     with self._turn():
-                        remove_directory(opened.filesystem, name)
+                        opened.filesystem.rmdir(name)
                 except Exception:  # noqa: BLE001 - it holds something, somebody was faster, or it can't be done
                     break
                 directory = directory.rpartition("/")[0]
@@ -450,9 +439,6 @@ class FsspecStore:
             return opened.root
         if self._plain.scheme in _WEB:
             return self._plain.join(path).path
-        if self._plain.scheme in _DAV:
-            # webdav4 puts names into URLs as they are; what it answers is decoded.
-            path = quote_marks(path)
         return f"{opened.root}/{path}" if opened.root else path
 
     def _target(self, path: str) -> str:
