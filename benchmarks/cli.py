@@ -18,12 +18,17 @@ from benchmarks.planning import markdown as planning_markdown
 from benchmarks.report import markdown
 from benchmarks.runner import Plan, Runner, order
 from benchmarks.settings import Setting
+from benchmarks.stall import StallFigure
+from benchmarks.stall import markdown as stall_markdown
+from benchmarks.stall import measure as measure_stall
 from benchmarks.workloads import ANCHOR_BYTES
 
 __all__ = ["app"]
 
 PLANNING = "planning"
 """The case that stores nothing, and so has no setting."""
+STALL = "stall"
+"""The case about saves in the background: its setting is always local files in memory."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -39,7 +44,7 @@ _BASELINES = {
 @app.command()
 def run(
     cases: Annotated[
-        list[str] | None, typer.Argument(help=f"Cases; all when none: {', '.join([*CASES, PLANNING])}.")
+        list[str] | None, typer.Argument(help=f"Cases; all when none: {', '.join([*CASES, PLANNING, STALL])}.")
     ] = None,
     setting: Annotated[list[Setting] | None, typer.Option(help="Where; can be repeated.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Contender, or module:attribute; can be repeated.")] = None,
@@ -59,7 +64,8 @@ def run(
 ) -> None:
     """Measure dcpfs against its peers and the floor of the machine."""
     plans_too = not cases or PLANNING in cases
-    stored = [name for name in cases or [] if name != PLANNING]
+    stalls_too = not cases or STALL in cases
+    stored = [name for name in cases or [] if name not in (PLANNING, STALL)]
     try:
         names = order(stored) if stored or not cases else ()
     except ValueError as error:
@@ -79,6 +85,7 @@ def run(
     manifest = take(plans)
     results: list[Figure | Missing] = []
     planning: list[SimulationFigure | RanksFigure] = []
+    stalls: list[StallFigure] = []
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(json_path.open("w")) if json_path else None
         if stream is not None:
@@ -99,10 +106,21 @@ def run(
             )
             if stream is not None:
                 stream.writelines(figure.model_dump_json() + "\n" for figure in planning)
+        if stalls_too:
+            stalls = measure_stall(
+                size_bytes=round(size_gb * 1e9),
+                rounds=max(3, rounds),
+                tell=lambda text: typer.echo(text, err=True),
+                timeout_seconds=timeout_seconds,
+            )
+            if stream is not None:
+                stream.writelines(figure.model_dump_json() + "\n" for figure in stalls)
     chosen = {each: baseline or name for each, name in _BASELINES.items()}
     text = markdown(manifest, results, chosen)
     if planning:
         text += planning_markdown(planning)
+    if stalls:
+        text += stall_markdown(stalls)
     typer.echo(text)
     if markdown_path is not None:
         markdown_path.write_text(text)
