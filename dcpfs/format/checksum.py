@@ -25,6 +25,7 @@ __all__ = ["crc32", "crc32_combine"]
 _POLYNOMIAL = 0xEDB88320
 _ONE = 0x80000000
 _X = 0x40000000
+_LONGEST_FOR_C = (1 << 63) - 1
 
 
 def _fastest() -> Callable[[Buffer, int], int]:
@@ -53,7 +54,9 @@ def crc32(buffer: Buffer, value: int = 0) -> int:
 
 def crc32_combine(crc1: int, crc2: int, length2_bytes: int) -> int:
     """CRC-32 of two neighbours from the CRC-32 of each and the length of the second."""
-    return _crc32_combine(crc1, crc2, length2_bytes) if length2_bytes else crc1
+    if not 0 < length2_bytes <= _LONGEST_FOR_C:
+        return _combine(crc1, crc2, length2_bytes) if length2_bytes else crc1
+    return _crc32_combine(crc1, crc2, length2_bytes)
 
 
 def _combine(crc1: int, crc2: int, length2_bytes: int) -> int:
