@@ -21,6 +21,7 @@ import enum
 import io
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from dcpfs.dcp.flatten import STRUCTURE_ATTRIBUTE, Structure, flatten, merge_str
 from dcpfs.dcp.host_memory import tensor_bytes
 from dcpfs.dcp.shard_items import ShardItems, plan_shards
 from dcpfs.dcp.sharing import choose_writers
+from dcpfs.dcp.value_digest import digest_value
 from dcpfs.errors import ReplicaMismatchError, UnsupportedValueError
 from dcpfs.format.checksum import crc32
 from dcpfs.format.collector import paused_collector
@@ -287,7 +289,7 @@ class SavePlanner(TorchSavePlanner):
                 items.append(WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO))
                 encoded = self._objects[fqn] = self._encode(fqn, value)
                 if compare:
-                    digests[fqn] = crc32(encoded)
+                    digests[fqn] = digest_value(value, encoded, partial(self._encode, fqn))
         return items, digests
 
     def _encode(self, fqn: str, value: object) -> bytes:
