@@ -19,6 +19,7 @@ from __future__ import annotations
 import difflib
 import enum
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -55,6 +56,7 @@ _EXTRAS: Mapping[str, str] = {
 """Protocol to the extra of dcpfs that brings its package."""
 _CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
 _TRANSPARENT = _CACHES | {"dir"}
+_GOOGLE = frozenset({"gcs", "gs"})
 _SHELLS = frozenset({"sftp", "ssh"})
 _HOSTED = frozenset({"arrow_hdfs", "ftp", "ftps", "hdfs", "sftp", "smb", "ssh", "webhdfs"})
 
@@ -224,7 +226,7 @@ def open_filesystem(location: Location) -> OpenFilesystem:
         link_path = _path(kind, protocol, link)
         arguments = {**_url_arguments(kind, protocol, link), **arguments, **inner, "skip_instance_cache": True}
         if index == 0:
-            filesystem = _instance(kind, protocol, arguments, location)
+            filesystem = _instance(_without_control_plane(kind, protocol, arguments), protocol, arguments, location)
         if not link_path and index < len(links) - 1 and protocol != "dir" and _is_chained(kind):
             link_path = path
         inner = {"target_protocol": protocol, "target_options": arguments, "fo": link_path}
@@ -253,6 +255,21 @@ def _instance(
         raise ConfigError(
             f"Can't open {location}: the filesystem refuses its storage_options ({location.scrub(str(error))})"
         ) from None
+
+
+def _without_control_plane(
+    kind: type[AbstractFileSystem], protocol: str, arguments: Mapping[str, object]
+) -> type[AbstractFileSystem]:
+    """For an emulator of Google's store, the gcsfs class that asks nothing of the gRPC control plane.
+
+    The other one asks it for the bucket's type before each request, waits for a minute where nobody answers, and
+    does not remember that nobody did. The control plane speaks TLS only, so behind ``http://`` there is none.
+    """
+    endpoint = arguments.get("endpoint_url") or os.environ.get("STORAGE_EMULATOR_HOST") or ""
+    if protocol not in _GOOGLE or not str(endpoint).lower().startswith("http://"):
+        return kind
+    plain = [base for base in kind.__mro__ if base.__module__ == "gcsfs.core" and base.__name__ == "GCSFileSystem"]
+    return plain[0] if plain else kind
 
 
 def _dissolved(filesystem: AbstractFileSystem, root: str, traits: Traits) -> OpenFilesystem:

@@ -51,7 +51,17 @@ from dcpfs.storage.fsspec_sink import (
     temporary_name,
     write_all,
 )
-from dcpfs.storage.literal_calls import fill, list_directory, move_file, object_info, open_unbuffered
+from dcpfs.storage.literal_calls import (
+    fill,
+    list_directory,
+    move_file,
+    object_info,
+    open_unbuffered,
+    quote_marks,
+    read_bytes,
+    reads_ranges,
+    remove_directory,
+)
 from dcpfs.storage.location import Location, check_name
 from dcpfs.storage.retrying import RetryPolicy
 from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, Sink
@@ -64,7 +74,11 @@ __all__ = ["FsspecStore"]
 
 _T = TypeVar("_T")
 _DELETE_THREADS = 8
+_DIRECTORY_FAULTS = frozenset({Fault.OTHER, Fault.UNSUPPORTED})
 _WEB = frozenset({"http", "https"})
+_PARENTS: list[OpenFilesystem] = []
+"""In a forked child, what its parent opened: kept, since the end of some (sshfs) hangs up the parent's line."""
+_DAV = frozenset({"dav", "webdav", "webdavs"})
 
 
 class FsspecStore:
@@ -131,7 +145,7 @@ class FsspecStore:
 
     def _get(self, fs: AbstractFileSystem, name: str) -> bytes:
         with _directories_as_absent(fs, name):
-            return bytes(fs.cat_file(name))
+            return read_bytes(fs, name)
 
     def get_tail(self, path: str, size_bytes: int) -> tuple[bytes, int]:
         """Read the end of an object: one request for its size, one for the bytes."""
@@ -170,8 +184,9 @@ class FsspecStore:
         self, fs: AbstractFileSystem, name: str, path: str, start: int, views: Sequence[memoryview]
     ) -> None:
         size_bytes = sum(map(len, views))
-        if overrides(type(fs), "cat_file") or overrides(type(fs), "_cat_file"):
-            content = memoryview(fs.cat_file(name, start=start, end=start + size_bytes))
+        if reads_ranges(fs):
+            with _directories_as_absent(fs, name):
+                content = memoryview(read_bytes(fs, name, start, start + size_bytes))
             if len(content) != size_bytes:
                 content = self._explain_length(path, start, size_bytes, content)
             for view in views:
@@ -362,7 +377,7 @@ class FsspecStore:
                 self._made.discard(name)
                 try:
                     with self._turn():
-                        opened.filesystem.rmdir(name)
+                        remove_directory(opened.filesystem, name)
                 except Exception:  # noqa: BLE001 - it holds something, somebody was faster, or it can't be done
                     break
                 directory = directory.rpartition("/")[0]
@@ -416,6 +431,8 @@ class FsspecStore:
         pid = os.getpid()
         if self._pid != pid:
             # A lock that was held as the process forked stays held in the child, and sockets are the parent's.
+            if self._opened is not None:
+                _PARENTS.append(self._opened)
             self._opening, self._serial, self._opened, self._pid = threading.Lock(), threading.RLock(), None, pid
         opened = self._opened
         if opened is not None:
@@ -439,6 +456,9 @@ class FsspecStore:
             return opened.root
         if self._plain.scheme in _WEB:
             return self._plain.join(path).path
+        if self._plain.scheme in _DAV:
+            # webdav4 puts names into URLs as they are; what it answers is decoded.
+            path = quote_marks(path)
         return f"{opened.root}/{path}" if opened.root else path
 
     def _target(self, path: str) -> str:
@@ -512,6 +532,6 @@ def _directories_as_absent(fs: AbstractFileSystem, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if fault_of(error) is Fault.OTHER and fs.info(name).get("type") == "directory":
+        if fault_of(error) in _DIRECTORY_FAULTS and fs.info(name).get("type") == "directory":
             raise FileNotFoundError(f"{name!r} is a directory") from error
         raise

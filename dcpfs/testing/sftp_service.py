@@ -15,8 +15,8 @@ import asyncssh
 __all__ = ["serve"]
 
 
-class _OneUser(asyncssh.SSHServer):  # type: ignore[misc] # asyncssh has no types
-    def begin_auth(self, username: str) -> bool:
+class _OneUser(asyncssh.SSHServer):
+    def begin_auth(self, username: str) -> bool:  # noqa: ARG002 - asyncssh's contract
         return True
 
     def password_auth_supported(self) -> bool:
@@ -29,7 +29,7 @@ class _OneUser(asyncssh.SSHServer):  # type: ignore[misc] # asyncssh has no type
 async def serve(directory: str) -> None:
     """Serve a directory as the root, until the process is ended."""
 
-    def root(channel: asyncssh.SSHServerChannel) -> asyncssh.SFTPServer:
+    def root(channel: asyncssh.SSHServerChannel[bytes]) -> asyncssh.SFTPServer:
         return asyncssh.SFTPServer(channel, chroot=os.fsencode(directory))
 
     key = asyncssh.generate_private_key("ssh-ed25519")
