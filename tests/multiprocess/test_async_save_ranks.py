@@ -78,7 +78,7 @@ def _save_three_times(
 
 @pytest.mark.parametrize(
     ("kind", "stager"),
-    [("thread", "none"), ("thread", "default"), ("thread", "blocking"), ("process", "none"), ("process", "default")],
+    [(kind, stager) for kind in ("thread", "process") for stager in ("none", "default", "blocking")],
 )
 def test_case_16_55_async_saves_of_two_ranks(tmp_path: Path, kind: str, stager: str) -> None:
     import dcpfs

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import dcpfs
+from dcpfs.checkpointer.process_saver import ProcessSaver
+from dcpfs.errors import ConfigError, UnsupportedValueError
 from tests.multiprocess import background_job as job
 from tests.multiprocess.gloo import run_ranks
 from tests.peers.sample_state import assert_same
+from tests.unit.dcp.test_exactness import Wrapper
 
 MODES = ["disabled", "async", "async_with_pinned_mem"]
 
@@ -32,11 +38,11 @@ class Net(nn.Module):
         self.register_buffer("turned", self.whole.t())
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("brief", torch.zeros(5, dtype=torch.bfloat16))
-        self.register_state_dict_post_hook(add_clone)
+        self.register_state_dict_post_hook(add_clone)  # type: ignore[no-untyped-call]  # torch's has no annotations
 
     def overwrite(self, number: int) -> None:
         with torch.no_grad():
-            for tensor in (*self.parameters(), self.whole, self.count, self.brief):
+            for tensor in (*self.parameters(), self.whole, self.get_buffer("count"), self.get_buffer("brief")):
                 tensor.fill_(number)
 
 
@@ -84,6 +90,11 @@ def save_shards(save_dir: str, mode: str) -> list[dict[str, torch.Tensor]]:
     fully_shard(net, mesh=DeviceMesh("cpu", torch.arange(2)))
     kept = []
     with dcpfs.DistributedCheckpointer(job.config(save_dir, mode, background_niceness=3)) as checkpointer:
+        saver = checkpointer._saver
+        if isinstance(saver, ProcessSaver) and saver.pid is not None:
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            assert os.getpriority(os.PRIO_PROCESS, saver.pid) == min(19, own + 3)
+            assert b"\0CUDA_VISIBLE_DEVICES=\0" in b"\0" + Path(f"/proc/{saver.pid}/environ").read_bytes()
         for number in (1, 2, 3):
             with torch.no_grad():
                 for parameter in net.parameters():
@@ -105,27 +116,28 @@ def test_cases_12_16_50_shards_of_two_ranks(tmp_path: Path, mode: str) -> None:
         assert_same(job.read_step(tmp_path / "run", number), values)
 
 
+class _OfAScript(dcpfs.DistributedCheckpointer):
+    def get_storage_writer(self, url: str) -> StorageWriter:
+        raise NotImplementedError
+
+
+def test_a_writer_that_no_other_process_can_make_is_refused_at_once(tmp_path: Path) -> None:
+    class Local(_OfAScript):
+        pass
+
+    for kind, reason in ((Local, "Local"), (_OfAScript, "it belongs to the script that runs")):
+        if kind is _OfAScript:
+            kind.__module__ = "__main__"
+            setattr(sys.modules["__main__"], kind.__name__, kind)
+        with pytest.raises(ConfigError, match="can't save in a background process.*" + reason):
+            kind(job.config(tmp_path / "run", MODES[2]))
+
+
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_case_17_what_only_wraps_tensors_is_refused_before_anything_is_touched(tmp_path: Path, mode: str) -> None:
     with dcpfs.DistributedCheckpointer(job.config(tmp_path / "run", mode)) as checkpointer:
-        state: dict[str, object] = {"wrapped": make_wrapper(torch.ones(3))}
-        with pytest.raises(dcpfs.errors.UnsupportedValueError, match="wrapped"):
+        state: dict[str, object] = {"wrapped": Wrapper.wrap(torch.ones(3))}
+        with pytest.raises(UnsupportedValueError, match="wrapped"):
             checkpointer.save_state(1, {"model": state})
         checkpointer.save_state(2, {"model": {"plain": torch.ones(3)}})
     assert checkpointer.steps() == [2]
-
-
-def make_wrapper(inner: torch.Tensor) -> torch.Tensor:
-    class Wrapper(torch.Tensor):
-        inner: torch.Tensor
-
-        def __tensor_flatten__(self) -> tuple[list[str], None]:
-            return ["inner"], None
-
-        @classmethod
-        def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            raise NotImplementedError(str(function))
-
-    made: Wrapper = torch.Tensor._make_wrapper_subclass(Wrapper, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]  # torch's
-    made.inner = inner
-    return made

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -23,11 +22,11 @@ SOON_SECONDS = 30.0
 """Far less than the time-out of a group, 60 s here; nothing below waits for that."""
 
 
-def attempt(call: Callable[[], object]) -> str:
+def attempt(call: Callable[..., object], *arguments: object) -> str:
     """What a call raises, in one line; and that it does so long before the group's time-out."""
     started_seconds = time.monotonic()
     try:
-        call()
+        call(*arguments)
         text = ""
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
@@ -49,9 +48,9 @@ def is_coordinator() -> bool:
 # --- no room
 
 
-def save_when_busy(root: str, mode: str, settings: dict[str, Any]) -> dict[str, tuple[list[int], str, list[int]]]:
-    """For each policy: what `save` of one more step than there is room for does."""
-    found = {}
+def save_when_busy(root: str, mode: str) -> dict[str, tuple[list[int], str]]:
+    """For each policy: which steps there are after a `save` for which there was no room, and what it raised."""
+    found: dict[str, tuple[list[int], str]] = {}
     state = job.State()
     for when_busy, room in (("wait", 1), ("skip", 1), ("error", 2)):
         save_dir = f"{root}/{when_busy}"
@@ -59,27 +58,26 @@ def save_when_busy(root: str, mode: str, settings: dict[str, Any]) -> dict[str, 
             for number in range(1, room + 1):
                 job.make_gate(save_dir, number)
         dist.barrier()
-        config = job.config(save_dir, mode, max_in_flight=room, when_busy=when_busy, **settings)
+        config = job.config(save_dir, mode, max_in_flight=room, when_busy=when_busy)
         with job.Checkpointer(config) as checkpointer:
             for number in range(1, room + 1):
                 save(checkpointer, state, number)
             dist.barrier()  # on the training group, while saves exchange on theirs (case 50)
             assert checkpointer.steps() == []
+            text = ""
             if when_busy == "wait":
                 if is_coordinator():
                     job.open_gate(save_dir, 1)
                 save(checkpointer, state, room + 1)
             else:
-                text = attempt(lambda checkpointer=checkpointer, room=room: save(checkpointer, state, room + 1))
+                text = attempt(save, checkpointer, state, room + 1)
                 if is_coordinator():
                     for number in range(1, room + 1):
                         job.open_gate(save_dir, number)
                 checkpointer.wait()
                 save(checkpointer, state, room + 2)
-                found[when_busy] = ([], text, [])
             checkpointer.wait()
-            known = found.get(when_busy, ([], "", []))
-            found[when_busy] = (checkpointer.steps(), known[1], known[2])
+            found[when_busy] = (checkpointer.steps(), text)
         dist.barrier()
         assert all(job.saved(save_dir, number) for number in found[when_busy][0])
     return found
@@ -87,10 +85,10 @@ def save_when_busy(root: str, mode: str, settings: dict[str, Any]) -> dict[str, 
 
 @pytest.mark.parametrize("mode", [THREAD, PROCESS])
 def test_cases_15_50_a_busy_saver_lets_wait_skips_or_refuses_on_all_ranks(tmp_path: Path, mode: str) -> None:
-    for found in run_ranks(save_when_busy, 2, str(tmp_path), mode, {}):
-        assert found["wait"] == ([1, 2], "", [])
-        assert found["skip"] == ([1, 3], "", [])
-        steps, text, _ = found["error"]
+    for found in run_ranks(save_when_busy, 2, str(tmp_path), mode):
+        assert found["wait"] == ([1, 2], "")
+        assert found["skip"] == ([1, 3], "")
+        steps, text = found["error"]
         assert steps == [1, 2, 4]
         assert text.startswith("CheckpointError: can't save iteration 3: iteration 1, 2 is still being saved to")
 
@@ -181,7 +179,7 @@ def go_on_with_warnings(save_dir: str, mode: str) -> list[str]:
             job.plant(save_dir, number, "os" if mode == THREAD else "kill", rank=1)
     dist.barrier()
     checkpointer = job.Checkpointer(config)
-    texts = [attempt(lambda number=number: save(checkpointer, state, number)) for number in range(1, 6)]
+    texts = [attempt(save, checkpointer, state, number) for number in range(1, 6)]
     texts.append(attempt(checkpointer.close))
     assert checkpointer.steps() == [1, 3]
     return texts
@@ -207,7 +205,7 @@ def lose_a_rank(save_dir: str, mode: str) -> list[str]:
     save(checkpointer, state, 2)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    texts = [attempt(checkpointer.wait), attempt(lambda: save(checkpointer, state, 3))]
+    texts = [attempt(checkpointer.wait), attempt(save, checkpointer, state, 3)]
     with contextlib.suppress(Exception):
         checkpointer.close()
     assert checkpointer.steps() == [1]
