@@ -113,16 +113,19 @@ class Phases:
     def phase(self, name: str) -> Iterator[Phase]:
         """Measure and watch what is done within. No thread is left when it ends."""
         current = Phase(name)
-        timer = self._watch(current)
+        timer = self._watchdog(current)
         failed = True
         _logger.debug("rank %d: %s%s begins", self._rank, name, self._of())
         try:
+            if timer is not None:
+                timer.start()  # within: an interrupt right after it must not leave it running
             yield current
             failed = False
         finally:
             if timer is not None:
                 timer.cancel()
-                timer.join()
+                if timer.ident is not None:
+                    timer.join()
             record = PhaseRecord(name, current.seconds, current.bytes, failed)
             self._records.append(record)
             if name in self._overdue:
@@ -151,13 +154,13 @@ class Phases:
     def _of(self) -> str:
         return f" ({self._label})" if self._label else ""
 
-    def _watch(self, phase: Phase) -> threading.Timer | None:
+    def _watchdog(self, phase: Phase) -> threading.Timer | None:
+        """Not started."""
         if self._deadline_seconds is None:
             return None
         timer = threading.Timer(self._deadline_seconds, self._report, (phase,))
         timer.name = f"dcpfs-watchdog-{phase.name}"
         timer.daemon = True
-        timer.start()
         return timer
 
     def _report(self, phase: Phase) -> None:

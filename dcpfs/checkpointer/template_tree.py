@@ -54,7 +54,7 @@ def below(stored: Mapping[str, StoredValue], name: str) -> dict[str, StoredValue
     """What lies below a name, with keys and paths relative to it."""
     found = {}
     for key, value in stored.items():
-        if len(key) > len(name) + 1 and starts_with_name(key, name):
+        if len(key) > len(name) and starts_with_name(key, name):
             depth = _depth_of(name, value.path)
             found[key[len(name) + 1 :]] = StoredValue(
                 value.dtype, value.shape, value.path[depth:], value.real_path[depth:]

@@ -103,3 +103,18 @@ def test_bytes_are_counted_from_several_threads() -> None:
 )
 def test_sizes_are_written_for_people(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text
+
+
+def test_an_interrupt_while_a_watchdog_starts_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Timer.start
+
+    def start_and_be_interrupted(timer: threading.Timer) -> None:
+        start(timer)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Timer, "start", start_and_be_interrupted)
+    phases = Phases(deadline_seconds=60)
+    with pytest.raises(KeyboardInterrupt), phases.phase("plan"):
+        pass
+    assert not watchdogs()
+    assert [record.failed for record in phases.records] == [True]

@@ -164,6 +164,12 @@ def test_a_mapping_that_is_still_empty_gets_the_structure_that_was_saved() -> No
     assert equal_states(own, user)
 
 
+def test_a_key_without_text_comes_back() -> None:
+    loaded: dict[str, object] = {}
+    exchange(TrainerState(user={"": 1, "a": {"": 2}}).state_dict(), TrainerState(user=loaded))
+    assert loaded == {"": 1, "a": {"": 2}}
+
+
 def test_case_8_each_rank_takes_its_own_random_states_and_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
     rng: dict[str, object] = {}
     for rank in range(3):
