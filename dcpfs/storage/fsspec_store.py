@@ -76,6 +76,7 @@ _T = TypeVar("_T")
 _DELETE_THREADS = 8
 _DIRECTORY_FAULTS = frozenset({Fault.OTHER, Fault.UNSUPPORTED})
 _WEB = frozenset({"http", "https"})
+_ONE_CONNECTION = frozenset({"ftp", "ftps", "sftp", "ssh"})
 _PARENTS: list[OpenFilesystem] = []
 """In a forked child, what its parent opened: kept, since the end of some (sshfs) hangs up the parent's line."""
 _DAV = frozenset({"dav", "webdav", "webdavs"})
@@ -189,15 +190,17 @@ class FsspecStore:
                 content = memoryview(read_bytes(fs, name, start, start + size_bytes))
             if len(content) != size_bytes:
                 content = self._explain_length(path, start, size_bytes, content)
-            for view in views:
-                view[:] = content[: len(view)]
-                content = content[len(view) :]
+            _scatter(content, views)
             return
         with _directories_as_absent(fs, name), contextlib.closing(open_unbuffered(fs, name)) as file:
             file.seek(start)
-            filled = all(fill(file, view) == len(view) for view in views)
-        if not filled:
+            # Each read of a file object is a request.
+            content = views[0] if len(views) == 1 else memoryview(bytearray(size_bytes))
+            filled = fill(file, content)
+        if filled < size_bytes:
             self._explain_length(path, start, size_bytes, memoryview(b""))
+        if len(views) > 1:
+            _scatter(content, views)
 
     def _explain_length(self, path: str, start: int, size_bytes: int, content: memoryview) -> memoryview:
         """Bytes of another number than asked for: a range that was ignored, a short body or a short object."""
@@ -397,8 +400,12 @@ class FsspecStore:
         def attempt() -> _T:
             nonlocal generation
             opened, generation = self._filesystem()
-            with self._turn():
-                return action(opened.filesystem, self._name(opened, path))
+            try:
+                with self._turn():
+                    return action(opened.filesystem, self._name(opened, path))
+            except Exception as error:
+                self._hang_up(error, generation)
+                raise
 
         return self._policy.run(
             attempt,
@@ -417,6 +424,7 @@ class FsspecStore:
         except DcpfsError:
             raise
         except Exception as error:  # noqa: BLE001 - raised again as what it means
+            self._hang_up(error, self._generation)
             self._raise(error, verb, path)
 
     def _raise(self, error: Exception, verb: str, path: str) -> NoReturn:
@@ -450,6 +458,11 @@ class FsspecStore:
             if generation == self._generation:
                 self._generation += 1
                 self._opened = None
+
+    def _hang_up(self, error: Exception, generation: int) -> None:
+        """After a failure of the one connection that some filesystems have: they never open another."""
+        if self._plain.scheme in _ONE_CONNECTION and fault_of(error) is Fault.TRANSIENT:
+            self._renew(generation)
 
     def _name(self, opened: OpenFilesystem, path: str) -> str:
         if not path:
@@ -533,5 +546,13 @@ def _directories_as_absent(fs: AbstractFileSystem, name: str) -> Iterator[None]:
         yield
     except Exception as error:
         if fault_of(error) in _DIRECTORY_FAULTS and fs.info(name).get("type") == "directory":
-            raise FileNotFoundError(f"{name!r} is a directory") from error
+            # Without its cause, which says something else.
+            raise FileNotFoundError(f"{name!r} is a directory") from None
         raise
+
+
+def _scatter(content: memoryview, views: Sequence[memoryview]) -> None:
+    start = 0
+    for view in views:
+        view[:] = content[start : start + len(view)]
+        start += len(view)

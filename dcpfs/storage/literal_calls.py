@@ -12,7 +12,9 @@ and no more; `object_info` reads the words.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import ftplib
 import inspect
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -39,6 +41,9 @@ __all__ = [
     "reads_ranges",
     "remove_directory",
 ]
+
+_PIECE_BYTES = 1 << 20
+_CUT_SHORT = frozenset({"426", "450", "451"})
 
 
 def list_directory(fs: AbstractFileSystem, name: str) -> Sequence[tuple[str, Mapping[str, object]]]:
@@ -105,11 +110,15 @@ def reads_ranges(fs: AbstractFileSystem) -> bool:
     """True when `read_bytes` of a range moves that range and no more."""
     own = [name for name in ("_cat_file", "cat_file") if overrides(type(fs), name)]
     # Where keywords are swallowed unread, the whole file would come.
-    return _is_dav(fs) or (bool(own) and "start" in inspect.signature(getattr(type(fs), own[0])).parameters)
+    return (
+        _is_dav(fs) or _is_ftp(fs) or (bool(own) and "start" in inspect.signature(getattr(type(fs), own[0])).parameters)
+    )
 
 
 def read_bytes(fs: AbstractFileSystem, name: str, start: int | None = None, stop: int | None = None) -> bytes:
     """The bytes of a file, or a range of them; maybe more than that, or fewer."""
+    if start is not None and stop is not None and _is_ftp(fs):
+        return _read_ftp_range(fs, name, start, stop)
     if not _is_dav(fs):
         return bytes(fs.cat_file(name, start=start, end=stop) if start is not None else fs.cat_file(name))
     # webdav4's file object asks for the whole file first, then for all from a seek on, and knows no encoded names.
@@ -119,6 +128,32 @@ def read_bytes(fs: AbstractFileSystem, name: str, start: int | None = None, stop
         # Some servers answer with a page that lists it.
         raise IsADirectoryError(f"{name!r} is a directory")
     return bytes(response.content)
+
+
+def _read_ftp_range(fs: AbstractFileSystem, name: str, start: int, stop: int) -> bytes:
+    """A range of a file, by hanging up the data connection once it is there.
+
+    fsspec aborts the transfer instead, and then waits for two replies: of servers that send one it waits for ever.
+    """
+    fs.ftp.voidcmd("TYPE I")
+    pieces: list[bytes] = []
+    missing = stop - start
+    try:
+        connection = fs.ftp.transfercmd(f"RETR {name}", rest=start or None)
+        with contextlib.closing(connection):
+            while missing and (piece := connection.recv(min(missing, _PIECE_BYTES))):
+                pieces.append(piece)
+                missing -= len(piece)
+        fs.ftp.voidresp()
+    except (ftplib.error_temp, ftplib.error_perm) as error:
+        # Cut short is how it should be; a start past the end has no reply of its own.
+        if not pieces and fault_of(error) is not Fault.OTHER and str(error)[:3] not in _CUT_SHORT:
+            raise
+    return b"".join(pieces)
+
+
+def _is_ftp(fs: AbstractFileSystem) -> bool:
+    return isinstance(getattr(fs, "ftp", None), ftplib.FTP)
 
 
 def _is_dav(fs: AbstractFileSystem) -> bool:

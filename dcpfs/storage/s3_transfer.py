@@ -30,6 +30,9 @@ from dcpfs.storage.translate import Classified, FailedAttempt, FailureKind, Resp
 
 __all__ = ["RangedRead", "S3Transfer", "parse_content_range", "parse_error"]
 
+_RANGE_OF_NOTHING = "bytes 0--1/0"
+"""How MinIO's front describes the end of an empty object, where others say that there is no such range."""
+
 logger = logging.getLogger(__name__)
 
 _ERROR_BYTES = 64 << 10
@@ -188,7 +191,10 @@ class S3Transfer:
                 raise _unfit(target, f"the answer ended {length - len(body)} bytes too early")
             if not _is_range(response):
                 return body[max(0, len(body) - size_bytes) :], len(body)
-            got = parse_content_range(response.getheader("Content-Range") or "")
+            shown = response.getheader("Content-Range") or ""
+            if not body and shown == _RANGE_OF_NOTHING:
+                return b"", 0
+            got = parse_content_range(shown)
             if got is None or got[2] is None or got[1] != got[2] or got[1] - got[0] != len(body):
                 raise _unfit(target, f"asked for the last {size_bytes} bytes, got {_shown(response)}")
             return body, got[2]

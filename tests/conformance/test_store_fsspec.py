@@ -216,10 +216,10 @@ def test_case_88_ranges_read_what_is_asked_for_and_raise_what_fails(
         objects.read_into("x", MIB - 10, buffers)
 
     # Without a ranged call of its own, through a file object that reads nothing ahead.
-    monkeypatch.setattr("dcpfs.storage.fsspec_store.overrides", lambda _kind, name: "cat_file" not in name)
+    monkeypatch.setattr("dcpfs.storage.fsspec_store.reads_ranges", lambda _fs: False)
     objects.read_into("x", 500, buffers)
     assert b"".join(buffers) == content[500:800]
-    assert DummyObjectStore.ranges == [(500, 600), (600, 700), (700, 800)]
+    assert DummyObjectStore.ranges == [(500, 800)]
 
 
 def test_a_short_body_is_read_again(objects: FsspecStore) -> None:
@@ -361,6 +361,9 @@ def test_a_location_is_served_by_its_store(url: str, kind: type) -> None:
 def test_case_109_a_missing_package_names_its_extra(url: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("gcsfs", "adlfs", "webdav4", "webdav4.fsspec", "ocifs"):
         monkeypatch.setitem(sys.modules, package, None)
+    for protocol in ("gs", "gcs", "az", "abfs", "webdav", "oci"):
+        # fsspec keeps the classes that it has once imported.
+        monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, protocol, raising=False)
     with pytest.raises(MissingBackendError) as caught:
         open_store(Location(url))
     assert extra in str(caught.value)
