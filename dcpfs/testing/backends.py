@@ -59,6 +59,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("FTP", "ftp://host/run", "pyftpdlib", server=FtpServer, note="one request at a time"),
     Backend("HTTP", "https://host/run", "rclone", "http", HttpServer, read_only=True),
     Backend("Zip archive", "zip://run::file:///archive.zip", "a file", read_only=True),
+    replace(_S3, kind="S3 by obstore's class", tested_with="SeaweedFS", server=None, note="not in a forked child"),
     Backend("Directory, cache", "dir::s3://bucket/run", "S3, GCS, WebDAV", note="caches are passed by"),
 )
 
