@@ -56,11 +56,17 @@ def zeros_like_part(
 
 
 def zeros_of_shape(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that belong to a parameter and have another shape than it: each rank of its mesh holds all of them."""
+    """Zeros that belong to a parameter and have another shape than it: each rank of its mesh holds all of them.
+
+    One without dimensions is a plain tensor, as torch's optimizers make it (NAdam's ``mu_product``, ASGD's ``eta``):
+    DTensors take these for scalars, while their ``foreach`` functions are missing some for DTensors themselves.
+    """
     device = None if torch_private.is_on_meta(parameter) else parameter.device
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         local = torch.zeros(shape, dtype=dtype, device=device or torch.device(mesh.device_type))
+        if not shape:
+            return local
         placements = [Replicate()] * mesh.ndim
         return DTensor.from_local(local, mesh, placements, run_check=False)
     return torch.zeros(shape, dtype=dtype, device=device or torch.get_default_device())
