@@ -87,7 +87,8 @@ else:
 log = os.open(f"{root}/{ending}.log", os.O_WRONLY | os.O_CREAT)
 os.dup2(log, 1), os.dup2(log, 2)
 state = job.State()
-checkpointer = job.Checkpointer(job.config(f"{root}/{ending}", mode))
+deadline_seconds = 2.0 if ending == "hangs" else 60.0
+checkpointer = job.Checkpointer(job.config(f"{root}/{ending}", mode, timeout_seconds=deadline_seconds))
 def save(number):
     state.fill(number)
     checkpointer.save_state(number, {"model": state})
@@ -113,6 +114,8 @@ elif ending == "forks":
 @pytest.mark.parametrize("mode", [THREAD, PROCESS])
 def test_cases_48_60_a_process_that_ends_without_close_finishes_or_says_what_failed(tmp_path: Path, mode: str) -> None:
     wanted = {"ends": 0, "ends, failing": FAILED_EXIT_CODE, "exits with 3": 3, "raises within, failing": 1, "forks": 0}
+    wanted["hangs"] = FAILED_EXIT_CODE
+    job.make_gate(tmp_path / "hangs", 2)
     if mode == THREAD:
         wanted |= {"raises": 1, "raises, failing": FAILED_EXIT_CODE, "raises within": 1}
     for ending in wanted:
@@ -123,11 +126,12 @@ def test_cases_48_60_a_process_that_ends_without_close_finishes_or_says_what_fai
     assert output == "".join(f"{ending} {code}\n" for ending, code in wanted.items())
     for ending in wanted:
         save_dir, said = tmp_path / ending, (tmp_path / f"{ending}.log").read_text()
-        fails = ending.endswith("failing")
+        fails = wanted[ending] == FAILED_EXIT_CODE or ending.endswith("failing")
         assert job.saved(save_dir, 1)
         assert fails or job.saved(save_dir, 2)
         assert (save_dir / "iter_000000002" / "manifest.json").exists() != fails
-        assert ("an error that holds a lambda" in said) == fails
+        assert ("an error that holds a lambda" in said) == ending.endswith("failing")
+        assert ("the save of iteration 2 to" in said and "did not end within 2 s" in said) == (ending == "hangs")
         assert ("training broke" in said) == ending.startswith("raises")
 
 

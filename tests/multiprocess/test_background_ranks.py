@@ -13,7 +13,9 @@ import pytest
 import torch.distributed as dist
 
 import dcpfs
+from dcpfs.checkpointer.linked_ranks import LinkedRanks
 from dcpfs.checkpointer.process_saver import ProcessSaver
+from dcpfs.checkpointer.thread_saver import ThreadSaver
 from tests.multiprocess import background_job as job
 from tests.multiprocess.gloo import run_ranks, try_ranks
 
@@ -221,3 +223,34 @@ def test_cases_30_49_60_a_rank_that_is_gone_is_noticed_by_all_others_at_once(tmp
         assert outcome.value is not None
         assert all(text for text in outcome.value)
     assert job.saved(tmp_path / "run", 1)
+
+
+def lose_the_group(save_dir: str) -> str:
+    """The connections of the threads break, those of the callers don't."""
+    state = job.State()
+    with job.Checkpointer(job.config(save_dir, THREAD)) as checkpointer:
+        save(checkpointer, state, 1)
+        checkpointer.wait()
+        saver = checkpointer._saver
+        assert isinstance(saver, ThreadSaver)
+        ranks = saver._context.ranks
+        assert isinstance(ranks, LinkedRanks)
+        if not is_coordinator():
+            job.make_gate(save_dir, 2, rank=1)
+        dist.barrier()
+        save(checkpointer, state, 2)
+        if not is_coordinator():
+            with open(job.script_of(save_dir) / "gate-2-1", "wb"):  # when the save has come there
+                ranks._take_down(ConnectionError("the cable was pulled"))
+        text = attempt(checkpointer.wait)
+        save(checkpointer, state, 3)
+        checkpointer.wait()
+        assert checkpointer.steps() == [1, 3]
+    return text
+
+
+def test_cases_50_60_a_broken_group_of_the_threads_is_made_anew(tmp_path: Path) -> None:
+    for text in run_ranks(lose_the_group, 2, str(tmp_path / "run")):
+        assert text.startswith("LostRankError: rank ")
+        assert "can't reach the other ranks any more" in text
+    assert job.saved(tmp_path / "run", 3)
