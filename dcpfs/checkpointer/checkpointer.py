@@ -16,6 +16,7 @@ next ``save``, ``wait`` or ``close``.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import logging
@@ -371,6 +372,8 @@ class DistributedCheckpointer:
         saver = self._saver
         if saver is None:
             raise ConfigError("can't save: this checkpointer was made with access='read_only'")
+        with contextlib.suppress(ConfigError):  # raised below, on all ranks
+            iteration = check_iteration(iteration)
         outcomes, has_room = saver.make_room(iteration)
         self._verdicts.handle(outcomes)
         if not has_room:

@@ -16,7 +16,10 @@ would make is a step. All names are relative to ``save_dir`` and ``/``-separated
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import re
+from typing import SupportsIndex
 
 from dcpfs.errors import ConfigError
 
@@ -60,14 +63,18 @@ _MOST_ITERATIONS = 10**18
 
 
 def check_iteration(iteration: object) -> int:
-    """The iteration, when a step can be named after it.
+    """The iteration, of any library's integer type, when a step can be named after it.
 
     Raises:
         ConfigError: It is no integer, negative, or has more than 18 digits.
     """
-    if isinstance(iteration, bool) or not isinstance(iteration, int) or not 0 <= iteration < _MOST_ITERATIONS:
+    number = -1
+    if isinstance(iteration, SupportsIndex) and not isinstance(iteration, bool):
+        with contextlib.suppress(TypeError):  # e.g. an array of one number says so only when it is asked
+            number = operator.index(iteration)
+    if not 0 <= number < _MOST_ITERATIONS:
         raise ConfigError(f"can't name a step after iteration {iteration!r}: give an integer from 0 up to 10**18 - 1")
-    return iteration
+    return number
 
 
 def step_name(iteration: object) -> str:

@@ -9,20 +9,22 @@ left out (None) is no key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcpfs.checkpointer.choices import RngPolicy
-from dcpfs.checkpointer.layout import DATALOADER, MODEL, OPTIM, SCHEDULER, TRAINER, check_key
+from dcpfs.checkpointer.layout import DATALOADER, KEYS, MODEL, OPTIM, SCHEDULER, TRAINER, check_key
 from dcpfs.checkpointer.model_state import ModelWrapper, model_parts_of
 from dcpfs.checkpointer.optimizer_state import OptimizersWrapper
 from dcpfs.checkpointer.scheduler_state import Scheduler, SchedulersWrapper
 from dcpfs.checkpointer.trainer_state import TrainerState
+from dcpfs.checkpointer.whole_state import WholeState
 from dcpfs.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +105,8 @@ class Parts:
             elif key == SCHEDULER and not isinstance(value, Mapping):
                 parts.holders[key] = SchedulersWrapper(cast("Scheduler", value))
             else:
-                parts.holders[key] = _check_holder(key, value)
+                holder = _check_holder(key, value)
+                parts.holders[key] = _growing(holder) if key not in KEYS else holder
         return parts
 
     def add_trainer(
@@ -154,6 +157,13 @@ def _check_holder(key: str, value: object) -> object:
         f"can't save or load a {type(value).__name__} under the key {key!r}: give a mapping, or an object with "
         "state_dict and load_state_dict"
     )
+
+
+def _growing(holder: object) -> object:
+    """A holder of the user's own that takes over what was saved, although it is empty by now."""
+    if isinstance(holder, (nn.Module, Mapping)) and not (isinstance(holder, MutableMapping) and not holder):
+        return holder
+    return WholeState(cast("Stateful", holder))
 
 
 def _is_modules(value: object) -> bool:
