@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from dcpfs.checkpointer.layout import DATALOADER, LATEST_NAME, rank_file_name, step_name
 from dcpfs.checkpointer.manifest import Manifest, decode_manifest
 from dcpfs.checkpointer.rank_state import encode_rank_state
-from dcpfs.checkpointer.save_step import SaveContext, save_step
+from dcpfs.checkpointer.save_context import SaveContext
+from dcpfs.checkpointer.save_step import save_step
 from dcpfs.checkpointer.step_plan import plan_step
 from dcpfs.ranks import Ranks
 from dcpfs.storage.location import Location
