@@ -14,6 +14,7 @@ from enum import Enum
 
 from dcpfs.checkpointer.choices import Access, AsyncMode
 from dcpfs.checkpointer.config import CheckpointConfig
+from dcpfs.checkpointer.layout import KEYS
 from dcpfs.checkpointer.load_step import Strictness, choose_strictness
 from dcpfs.checkpointer.phases import Phases
 from dcpfs.checkpointer.process_saver import ProcessSaver
@@ -44,13 +45,20 @@ def make_phases(
     return Phases(rank=rank, deadline_seconds=config.phase_timeout_seconds, label=label, on_phase=on_phase)
 
 
-def make_search(config: CheckpointConfig, ranks: Ranks) -> ResumeSearch:
-    """A search for what to load."""
+def make_search(config: CheckpointConfig, ranks: Ranks, passed: Iterable[str] = ()) -> ResumeSearch:
+    """A search for what to load.
+
+    Args:
+        config: The settings.
+        ranks: Who loads.
+        passed: Keys that the caller has parts for: those of its own are asked for as if ``extra_keys`` named them.
+    """
+    extra = dict.fromkeys((*config.extra_keys, *(key for key in passed if key not in KEYS)))
     rules = ResumeRules(
         load_training_state=config.load_training_state,
         only_load_scheduler_state=config.only_load_scheduler_state,
         keys_not_to_resume=tuple(config.keys_not_to_resume),
-        extra_keys=tuple(config.extra_keys),
+        extra_keys=tuple(extra),
         load_step=config.load_step,
         verify=config.verify_on_resume,
     )

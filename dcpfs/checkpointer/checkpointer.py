@@ -257,11 +257,18 @@ class DistributedCheckpointer:
             parts = gather()
             self._callbacks.on_load_checkpoint_start(parts.model_parts)
 
-        agree_on(self._caller, begin)
+        error: BaseException | None = None
+        try:
+            begin()
+        except BaseException as caught:  # noqa: BLE001 - brought to the agreement, which raises it on all ranks
+            error = caught
+        told = self._caller.agree_and_gather(error, tuple(parts.holders))
+        passed = dict.fromkeys(key for keys in told for key in keys)
         self._verdicts.handle(self._saver.settle() if self._saver is not None else [])
         config = self._config
         report: StepLoadReport | None = None
-        with make_search(self._config, self._caller) as search:
+        renaming = config.renaming()
+        with make_search(config, self._caller, passed) as search:
             plan = search.find()
             if plan.origin is not Origin.SCRATCH:
                 plan, report = load_with_fallback(
@@ -270,7 +277,7 @@ class DistributedCheckpointer:
                     plan,
                     strict=strictness_of(config, plan.keys),
                     read_extra=self._callbacks.listens("on_load_checkpoint"),
-                    renaming=config.renaming(),
+                    renaming=renaming,
                     on_world_size_change=self._reshard,
                     trust=config.trust,
                     transfer=config.transfer,
@@ -279,7 +286,9 @@ class DistributedCheckpointer:
                 )
 
         def end() -> None:
-            if report is not None:
+            if report is None:
+                parts.check()
+            else:
                 self._callbacks.on_load_checkpoint(parts.model_parts, dict(report.states))
             self._callbacks.on_load_checkpoint_end(parts.model_parts, plan.iteration, plan.url)
             if report is not None and parts.trainer is not None:
@@ -287,6 +296,13 @@ class DistributedCheckpointer:
 
         self._last_load = report
         agree_on(self._caller, end)
+        if plan.origin is Origin.WARM_START and renaming.unused:
+            _logger.warning(
+                "no name in %s matches %s of rename or keys_to_skip_loading: patterns are regular expressions for "
+                "names without the key before them, e.g. '^head\\.'",
+                plan.url,
+                ", ".join(map(repr, renaming.unused)),
+            )
         if plan.origin is not Origin.SCRATCH:
             _logger.info("rank %d loaded %s: iteration %d", self._caller.rank, plan.url, plan.iteration)
         return plan.iteration

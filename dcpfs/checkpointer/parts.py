@@ -123,6 +123,17 @@ class Parts:
             user=cast("StateHolder | None", user),
         )
 
+    def check(self) -> None:
+        """Return when model and optimizer could be saved as far as their names go: better said now than at a save.
+
+        Raises:
+            ConfigError: Names clash, or the optimizer holds a parameter that the model lacks.
+        """
+        for key in (MODEL, OPTIM):
+            holder = self.holders.get(key)
+            if isinstance(holder, (ModelWrapper, OptimizersWrapper)):
+                holder.state_dict()
+
     def states(self) -> dict[str, object]:
         """The state of each key, read now, for a save."""
         return {key: state_of(holder) for key, holder in self.holders.items()}

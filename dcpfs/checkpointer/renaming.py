@@ -68,7 +68,7 @@ class Placement:
 
 
 class Renaming:
-    """Renaming and skipping by name. Immutable and thread-safe when a given function is.
+    """Renaming and skipping by name. Remembers which rules matched; thread-safe when a given function is.
 
     Args:
         rename: Rules, or one function; None: names stay.
@@ -88,6 +88,13 @@ class Renaming:
             raise ConfigError(f"rename is a {type(rules).__name__}: give a mapping of patterns, or a function")
         self._rules = [(_compile(pattern, "rename"), _check_template(pattern, new)) for pattern, new in rules.items()]
         self._skip = [_compile(pattern, "skip") for pattern in skip]
+        self._used: set[re.Pattern[str]] = set()
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Patterns that no name has matched so far: a mistake, more often than not."""
+        patterns = (*(pattern for pattern, _ in self._rules), *self._skip)
+        return tuple(pattern.pattern for pattern in patterns if pattern not in self._used)
 
     @property
     def is_identity(self) -> bool:
@@ -108,12 +115,16 @@ class Renaming:
                 )
             return renamed
         for pattern, replacement in self._rules:
-            fqn = pattern.sub(replacement, fqn)
+            fqn, count = pattern.subn(replacement, fqn)
+            if count:
+                self._used.add(pattern)
         return fqn
 
     def skips(self, fqn: str) -> bool:
         """Whether a skip pattern is found in a parameter's name."""
-        return any(pattern.search(fqn) for pattern in self._skip)
+        found = [pattern for pattern in self._skip if pattern.search(fqn)]
+        self._used.update(found)
+        return bool(found)
 
     def sources(
         self,
