@@ -6,13 +6,16 @@ that was set for something else (case 101). Torch makes a new group with all pro
 way it has for members alone derives the group's name from how many groups a process belongs to: it waits in vain where
 these numbers differ, and takes a name twice when groups come and go, which is refused or breaks the connections.
 
-Way taken: gloo groups on the CPU with a time-out of their own, one for each thread that exchanges. For the whole world
-torch's plain way will do. A part of it makes its group alone, under a name of ours with a number on which the members
-agree over the group that they were given.
+After an elastic restart its store still has the addresses that the last attempt left under the names that it counts up,
+and whoever comes first connects to those.
+
+Way taken: gloo groups on the CPU with a time-out of their own, one for each thread that exchanges, made by the members
+alone under a random name that they share over the group that they were given.
 """
 
 from __future__ import annotations
 
+import secrets
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -25,9 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["close_group", "global_rank", "make_group"]
-
-_last_numbers: dict[tuple[int, ...], int] = {}
-"""Global ranks of a group made by its members alone to the last number in its name."""
 
 
 def make_group(process_group: ProcessGroup | None = None, *, timeout_seconds: float) -> Ranks:
@@ -52,10 +52,7 @@ def make_group(process_group: ProcessGroup | None = None, *, timeout_seconds: fl
         raise ConfigError("can't save or load with this process group: this process is not a member of it")
     members = dist.get_process_group_ranks(parent)
     timeout = timedelta(seconds=timeout_seconds)
-    if len(members) == dist.get_world_size():
-        group = dist.new_group(members, timeout=timeout, backend="gloo")
-    else:
-        group = _new_partial_group(parent, members, timeout)
+    group = _new_group(parent, members, timeout)
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError("can't save or load with this process group: this process is not a member of it")
     return LinkedRanks(dist.get_rank(group), len(members), group)
@@ -81,11 +78,11 @@ def global_rank(ranks: Ranks) -> int:
     return 0 if ranks.group is None else dist.get_global_rank(ranks.group, ranks.rank)
 
 
-def _new_partial_group(parent: ProcessGroup, members: list[int], timeout: timedelta) -> object:
+def _new_group(parent: ProcessGroup, members: list[int], timeout: timedelta) -> object:
+    """A group under a name that was never used."""
     import torch.distributed as dist
 
-    numbers: list[int] = [0] * len(members)
-    dist.all_gather_object(numbers, _last_numbers.get(tuple(members), -1) + 1, group=parent)
-    number = _last_numbers[tuple(members)] = max(numbers)
-    with named_process_group(f"dcpfs_{'_'.join(map(str, members))}_{number}"):
+    tokens: list[str] = [""] * len(members)
+    dist.all_gather_object(tokens, secrets.token_hex(8), group=parent)
+    with named_process_group(f"dcpfs_{tokens[0]}"):
         return dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
