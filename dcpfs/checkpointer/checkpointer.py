@@ -107,6 +107,7 @@ class DistributedCheckpointer:
         reshard_dataloader: ReshardHook | None = None,
     ) -> None:
         self._life = _Life.OPEN
+        self._last_load: StepLoadReport | None = None
         self._caller = make_group(process_group, timeout_seconds=_timeout_of(config))
         self._saving = Ranks()
         try:

@@ -44,3 +44,11 @@ def test_a_rule_that_matches_no_name_is_said(caplog: pytest.LogCaptureFixture) -
     assert len(said) == 1
     assert "'model/0'" in said[0]
     assert "'bias'" not in said[0]
+
+
+def test_what_a_load_did_can_be_asked_before_there_was_one() -> None:
+    with dcpfs.DistributedCheckpointer(dcpfs.CheckpointConfig(save_dir="memory://asked-before")) as checkpointer:
+        assert checkpointer.last_load is None
+        assert checkpointer.last_save is None
+        assert checkpointer.load(torch.nn.Linear(2, 2)) == 0
+        assert checkpointer.last_load is None
