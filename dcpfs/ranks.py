@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,12 +23,21 @@ from dcpfs.errors import DcpfsError, RankError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Ranks", "portable_error"]
+__all__ = ["Ranks", "attempt", "portable_error"]
 
 T = TypeVar("T")
 
 # A gloo twin of a group that can't move CPU objects, made once per group: creating one is a collective.
 _gloo_twins: weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def attempt(action: Callable[[], object]) -> BaseException | None:
+    """Do something local between two exchanges, and give what it raised: the next exchange has to raise it."""
+    try:
+        action()
+    except BaseException as caught:  # noqa: BLE001 - brought to the next exchange of the ranks, which raises it
+        return caught
+    return None
 
 
 def portable_error(error: BaseException, rank: int) -> DcpfsError:

@@ -44,12 +44,12 @@ from dcpfs.checkpointer.save_directory import SaveDirectory
 from dcpfs.checkpointer.saver import SaveOutcome, Saver, SaveRequest
 from dcpfs.checkpointer.state_plan import plan_states
 from dcpfs.checkpointer.step_plan import LocalStep
-from dcpfs.checkpointer.verdicts import Verdicts, agree_on
+from dcpfs.checkpointer.verdicts import Verdicts
 from dcpfs.checkpointer.writer_maker import WriterMaker
 from dcpfs.dcp.reader import FsspecStorageReader
 from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import CheckpointError, ConfigError, DcpfsError
-from dcpfs.ranks import Ranks
+from dcpfs.ranks import Ranks, attempt
 from dcpfs.storage.location import Location
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class DistributedCheckpointer:
             self._access = Access(access)
             config.save_location(), config.load_location()
 
-        agree_on(self._caller, check)
+        self._caller.confirm(attempt(check))
         self._config = config
         self._directory = SaveDirectory(config)
         self._global_rank = global_rank(self._caller)
@@ -225,29 +225,16 @@ class DistributedCheckpointer:
             CheckpointNotFoundError: ``load_path`` or ``load_step`` is not there.
             StorageError: The store failed.
         """
-
-        def gather() -> Parts:
-            parts = Parts.of_training(model_parts, optimizer, scheduler, dataloader)
-            parts.add_trainer(
-                iteration=0, rank=self._global_rank, rng=self._config.rng, grad_scaler=grad_scaler, user=trainer
-            )
-            return parts
-
-        return self._load(gather)
+        return self._load(
+            lambda: self._training(0, model_parts, optimizer, scheduler, grad_scaler, dataloader, trainer)
+        )
 
     def load_state(self, states: Mapping[str, object]) -> int:
         """`load` for any keys: key to an object with ``state_dict`` and ``load_state_dict``, or to a mapping.
 
         Mappings are updated in place. Collective. Returns and raises as `load`.
         """
-
-        def gather() -> Parts:
-            parts = Parts.of_states(states)
-            user = parts.holders.pop(TRAINER, None)
-            parts.add_trainer(iteration=0, rank=self._global_rank, rng=self._config.rng, user=user)
-            return parts
-
-        return self._load(gather)
+        return self._load(lambda: self._stated(0, states))
 
     def _load(self, gather: Callable[[], Parts]) -> int:
         self._require_open("load")
@@ -258,11 +245,7 @@ class DistributedCheckpointer:
             parts = gather()
             self._callbacks.on_load_checkpoint_start(parts.model_parts)
 
-        error: BaseException | None = None
-        try:
-            begin()
-        except BaseException as caught:  # noqa: BLE001 - brought to the agreement, which raises it on all ranks
-            error = caught
+        error = attempt(begin)
         told = self._caller.agree_and_gather(error, tuple(parts.holders))
         passed = dict.fromkeys(key for keys in told for key in keys)
         self._verdicts.handle(self._saver.settle() if self._saver is not None else [])
@@ -296,7 +279,7 @@ class DistributedCheckpointer:
                 parts.trainer.restore_random_states()  # again: what took its state since then may have drawn numbers
 
         self._last_load = report
-        agree_on(self._caller, end)
+        self._caller.confirm(attempt(end))
         if plan.origin is Origin.WARM_START and renaming.unused:
             _logger.warning(
                 "no name in %s matches %s of rename or keys_to_skip_loading: patterns are regular expressions for "
@@ -351,21 +334,9 @@ class DistributedCheckpointer:
         only_model = last and self._config.last_save_model_only
 
         def gather() -> Parts:
-            parts = Parts.of_training(
-                model_parts,
-                None if only_model else optimizer,
-                None if only_model else scheduler,
-                None if only_model else dataloader,
-            )
-            if not only_model:
-                parts.add_trainer(
-                    iteration=iteration,
-                    rank=self._global_rank,
-                    rng=self._config.rng,
-                    grad_scaler=grad_scaler,
-                    user=trainer,
-                )
-            return parts
+            if only_model:
+                return Parts.of_training(model_parts, None, None, None)
+            return self._training(iteration, model_parts, optimizer, scheduler, grad_scaler, dataloader, trainer)
 
         self._save(gather, iteration, metric, exports=only_model)
 
@@ -375,14 +346,7 @@ class DistributedCheckpointer:
         What is passed under ``dataloader`` is this rank's own. Where no ``trainer`` is passed, the iteration and the
         random number generators are saved under it. Collective; raises as `save`.
         """
-
-        def gather() -> Parts:
-            parts = Parts.of_states(states)
-            user = parts.holders.pop(TRAINER, None)
-            parts.add_trainer(iteration=iteration, rank=self._global_rank, rng=self._config.rng, user=user)
-            return parts
-
-        self._save(gather, iteration, metric, exports=False)
+        self._save(lambda: self._stated(iteration, states), iteration, metric, exports=False)
 
     def _save(self, gather: Callable[[], Parts], iteration: int, metric: float | None, *, exports: bool) -> None:
         self._require_open("save")
@@ -590,6 +554,30 @@ class DistributedCheckpointer:
         return bool(wanted)
 
     # --- within
+
+    def _training(
+        self,
+        iteration: int,
+        model: nn.Module | Sequence[nn.Module] | None,
+        optimizer: object,
+        scheduler: object,
+        grad_scaler: object,
+        dataloader: object,
+        trainer: object,
+    ) -> Parts:
+        parts = Parts.of_training(model, optimizer, scheduler, dataloader)
+        self._add_trainer(parts, iteration, trainer, grad_scaler)
+        return parts
+
+    def _stated(self, iteration: int, states: Mapping[str, object]) -> Parts:
+        parts = Parts.of_states(states)
+        self._add_trainer(parts, iteration, parts.holders.pop(TRAINER, None))
+        return parts
+
+    def _add_trainer(self, parts: Parts, iteration: int, user: object, grad_scaler: object = None) -> None:
+        parts.add_trainer(
+            iteration=iteration, rank=self._global_rank, rng=self._config.rng, grad_scaler=grad_scaler, user=user
+        )
 
     def _require_open(self, verb: str) -> None:
         if self._life is _Life.CLOSED:

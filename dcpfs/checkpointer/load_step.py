@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -44,7 +44,7 @@ from dcpfs.dcp.replicas import SharedWants, share_wants
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.errors import CheckpointError, CheckpointNotFoundError, DcpfsError
 from dcpfs.format.collector import paused_collector
-from dcpfs.ranks import Ranks, portable_error
+from dcpfs.ranks import Ranks, attempt, portable_error
 from dcpfs.storage.location import Location
 
 if TYPE_CHECKING:
@@ -188,12 +188,12 @@ class _StepLoad:
             self._share_metadata(manifest)
             phase.add_bytes(sum(len(data) for files in self._stored.metadata.values() for data in files))
         with self._phases.phase("match"):
-            self._agree_on_fit(self._attempt(self._match))
+            self._agree_on_fit(attempt(self._match))
         with self._phases.phase("read") as phase:
             values = self._read(phase)
         with self._phases.phase("apply"):
             for keys in self._turns():
-                self._agree_on_written(self._attempt(partial(self._apply, keys, values)))
+                self._agree_on_written(attempt(partial(self._apply, keys, values)))
         return self._report()
 
     # --- what is there
@@ -206,7 +206,7 @@ class _StepLoad:
             for key, part in self._parts.items():
                 check_part(key, part)
 
-        error = self._attempt(check)
+        error = attempt(check)
         self._passed = frozenset().union(*self._ranks.agree_and_gather(error, frozenset(self._parts)))
 
     def _share_metadata(self, manifest: Manifest | None) -> None:
@@ -419,7 +419,7 @@ class _StepLoad:
             for name, _ in objects:
                 values[name] = self.source.decode_object(name, fetch.objects.pop(name))
 
-        error = self._attempt(read)
+        error = attempt(read)
         self._totals = fetch.totals
         phase.add_bytes(fetch.totals.needed_bytes)
         self._agree_on_written(error)
@@ -528,13 +528,6 @@ class _StepLoad:
 
     def _url_of(self, key: str) -> str:
         return self._step.join(self._directory(key)).redacted
-
-    def _attempt(self, action: Callable[[], None]) -> BaseException | None:
-        try:
-            action()
-        except BaseException as failure:  # noqa: BLE001 - brought to an agreement, which raises it
-            return failure
-        return None
 
 
 def _is_rank_key(key: str, manifest: Manifest | None) -> bool:

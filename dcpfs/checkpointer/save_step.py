@@ -26,7 +26,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -58,12 +58,13 @@ from dcpfs.checkpointer.step_plan import (
     encode_results,
     plan_globally,
 )
-from dcpfs.checkpointer.step_writer import StepWriter
+from dcpfs.checkpointer.step_writer import StepWriter, join_fingerprints
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
 from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import ConfigError, DcpfsError, IncompleteCheckpointError
 from dcpfs.format.checksum import crc32
 from dcpfs.format.names import METADATA_NAME
+from dcpfs.ranks import attempt
 from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Store
 
@@ -74,7 +75,6 @@ _logger = logging.getLogger(__name__)
 _STATES = tuple(ClaimState)
 _SHIFTS = (96, 64, 32, 0)
 _WORD = 0xFFFFFFFF
-_MASK32 = 0xFFFFFFFF
 
 
 def save_step(
@@ -189,14 +189,14 @@ class _Save:
         """Save; False when the step was left as it stood."""
         with self._phases.phase("claim"):
             if self._ranks.is_coordinator and self._error is None:
-                self._error = _attempt(self._claim_step)
+                self._error = attempt(self._claim_step)
             state, plans_fit = self._meet()
         if state is ClaimState.SKIPPED:
             return False
         with self._phases.phase("plan"):
             assigned = self._assign(plans_fit=plans_fit, withdraws=state is ClaimState.EXISTS)
         with self._phases.phase("write") as phase:
-            error = _attempt(lambda: self._write(assigned))
+            error = attempt(lambda: self._write(assigned))
             phase.add_bytes(self.bytes_written)
         with self._phases.phase("commit"):
             collected = self._ranks.gather_outcomes(self._written, error)
@@ -204,7 +204,7 @@ class _Save:
             if isinstance(collected, DcpfsError):
                 failure = collected
             elif collected is not None:
-                failure = _attempt(lambda: self._commit(collected))
+                failure = attempt(lambda: self._commit(collected))
             if collected is not None:
                 self._stragglers = Stragglers.NONE
             if failure is not None:
@@ -276,7 +276,7 @@ class _Save:
             # Such a writer may make its directory when it is set up, which what is removed would take along.
             self._withdraw_together()
             withdraws = False
-        error = _attempt(self._make_writers)
+        error = attempt(self._make_writers)
         if plans_fit:
             self._global = plans.planned
             if withdraws:
@@ -285,12 +285,12 @@ class _Save:
             return plans.assigned(step)
         self.planned = True
         encoded: list[bytes] = []
-        error = error or _attempt(lambda: encoded.append(encode_local_plans(step)))
+        error = error or attempt(lambda: encoded.append(encode_local_plans(step)))
         gathered = self._ranks.gather_outcomes(encoded[0] if encoded else b"", error)
         assigned: Sequence[bytes] | None = None
         failure: BaseException | None = gathered if isinstance(gathered, DcpfsError) else None
         if isinstance(gathered, list):
-            failure = _attempt(lambda: self._plan(gathered, withdraws=withdraws))
+            failure = attempt(lambda: self._plan(gathered, withdraws=withdraws))
             assigned = self._global.assigned if self._global is not None else None
         if failure is not None:
             self._stragglers = Stragglers.NONE
@@ -321,16 +321,13 @@ class _Save:
 
     def _plan(self, gathered: Sequence[bytes], *, withdraws: bool) -> None:
         """Coordinator. What stands in the step goes once it is known that the ranks can save."""
-        self._global = plan_globally(gathered, self._writers, self._context.dedup)
+        planned = plan_globally(gathered, self._writers, self._context.dedup)
         if withdraws:
-            try:
-                self._withdraw()
-            except BaseException:
-                self._global = None
-                raise
+            self._withdraw()
+        self._global = planned
 
     def _withdraw_together(self) -> None:
-        failure = _attempt(self._withdraw) if self._ranks.is_coordinator else None
+        failure = attempt(self._withdraw) if self._ranks.is_coordinator else None
         if failure is not None:
             self._stragglers = Stragglers.NONE
         self._ranks.broadcast_outcome(None, failure, None)
@@ -446,14 +443,6 @@ class _Save:
         return self._claim
 
 
-def _attempt(action: Callable[[], object]) -> BaseException | None:
-    try:
-        action()
-    except BaseException as caught:  # noqa: BLE001 - brought to the next meeting of the ranks, which raises it
-        return caught
-    return None
-
-
 def _rank_files_of(collected: Sequence[_Written]) -> dict[str, dict[int, str]]:
     """Key to global rank to the file that this rank reads on a load."""
     own: dict[str, dict[int, str]] = {}
@@ -474,5 +463,5 @@ def _add_fingerprints(collected: Sequence[_Written]) -> dict[str, int]:
     totals: dict[str, int] = {}
     for each in collected:
         for key, value in each.fingerprint.items():
-            totals[key] = (totals.get(key, 0) + value) & _MASK32
+            totals[key] = join_fingerprints((totals.get(key, 0), value))
     return totals

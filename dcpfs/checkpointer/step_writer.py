@@ -15,7 +15,7 @@ to the coordinator → `StepWriter.publish` → `StepWriter.metadata_file`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from dcpfs.torch_private import StreamTransformExtension
 
-__all__ = ["StepWriter"]
+__all__ = ["StepWriter", "join_fingerprints"]
 
 _MASK32 = 0xFFFFFFFF
 
@@ -128,7 +128,7 @@ class StepWriter(FsspecStorageWriter):
             f"{self._key}/{name}": FileRecord(size_bytes, crc)
             for name, (size_bytes, crc) in self._checksums.whole_files().items()
         }
-        self._fingerprint = _add_up(future.value())
+        self._fingerprint = join_fingerprints(map(_fingerprint_of, future.value()))
         return future
 
     def publish(self, metadata: Metadata, results: list[list[WriteResult]]) -> list[tuple[MetadataIndex, EntryInfo]]:
@@ -170,10 +170,12 @@ class StepWriter(FsspecStorageWriter):
         """The save logs one line for all keys."""
 
 
-def _add_up(results: Sequence[WriteResult]) -> int:
-    total = 0
-    for result in results:
-        index, info = result.index, result.storage_data
-        name = f"{index.fqn}\0{tuple(index.offset or ())}".encode("utf-8", "surrogatepass")
-        total += crc32(name, max(0, info.crc32) if isinstance(info, EntryInfo) else 0)
-    return total & _MASK32
+def join_fingerprints(parts: Iterable[int]) -> int:
+    """The fingerprint of all entries of those that have these."""
+    return sum(parts) & _MASK32
+
+
+def _fingerprint_of(result: WriteResult) -> int:
+    index, info = result.index, result.storage_data
+    name = f"{index.fqn}\0{tuple(index.offset or ())}".encode("utf-8", "surrogatepass")
+    return crc32(name, max(0, info.crc32) if isinstance(info, EntryInfo) else 0)

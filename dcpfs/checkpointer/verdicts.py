@@ -18,21 +18,11 @@ from dcpfs.checkpointer.callbacks import CheckpointCallbacks
 from dcpfs.checkpointer.choices import OnSaveError
 from dcpfs.checkpointer.save_context import StepReport
 from dcpfs.checkpointer.saver import SaveOutcome
-from dcpfs.ranks import Ranks
+from dcpfs.ranks import Ranks, attempt
 
-__all__ = ["Verdicts", "agree_on"]
+__all__ = ["Verdicts"]
 
 _logger = logging.getLogger(__name__)
-
-
-def agree_on(ranks: Ranks, action: Callable[[], None]) -> None:
-    """Do something local, and raise on all ranks what failed on any: one word when nothing did. Collective."""
-    error: BaseException | None = None
-    try:
-        action()
-    except BaseException as caught:  # noqa: BLE001 - brought to the agreement, which raises it on all ranks
-        error = caught
-    ranks.confirm(error)
 
 
 class Verdicts:
@@ -103,7 +93,7 @@ class Verdicts:
 
     def raise_late(self) -> None:
         """Raise what a callback left on any rank. Collective."""
-        agree_on(self._ranks, self.raise_own_late)
+        self._ranks.confirm(attempt(self.raise_own_late))
 
     def _tell_success(self, outcome: SaveOutcome) -> None:
         if outcome.report is not None and outcome.report.committed:

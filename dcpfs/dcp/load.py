@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -34,7 +34,7 @@ from dcpfs.dcp.source import CheckpointSource
 from dcpfs.dcp.state_filling import StateFilling
 from dcpfs.format.collector import paused_collector
 from dcpfs.format.index import BytesRecord, CheckpointIndex
-from dcpfs.ranks import Ranks, portable_error
+from dcpfs.ranks import Ranks, attempt, portable_error
 from dcpfs.storage.location import Location
 
 if TYPE_CHECKING:
@@ -204,8 +204,8 @@ class _Load:
         if self._strict:
             self._raise_mismatches(found, unexpected, index)
         values = self._read(index)
-        self._ranks.agree(self._attempt(lambda: self._put(values)))
-        self._ranks.agree(self._attempt(self._hand_over))
+        self._ranks.agree(attempt(lambda: self._put(values)))
+        self._ranks.agree(attempt(self._hand_over))
         return LoadReport(tuple(match.loaded), tuple(match.missing), tuple(unexpected), dict(match.mismatched))
 
     def _share_metadata(self, error: BaseException | None) -> tuple[list[bytes], BaseException | None]:
@@ -279,13 +279,6 @@ class _Load:
     def _hand_over(self) -> None:
         if self._filling is not None:
             self._filling.hand_over()
-
-    def _attempt(self, step: Callable[[], None]) -> BaseException | None:
-        try:
-            step()
-        except BaseException as failure:  # noqa: BLE001 - brought to an agreement, which raises it
-            return failure
-        return None
 
 
 def _common(unexpected: list[tuple[str, ...]]) -> list[str]:
