@@ -36,24 +36,7 @@ from dcpfs.storage.store import ObjectInfo, Store
 from dcpfs.testing.faulty import FaultPlan, FaultyStore
 from dcpfs.testing.recording import RecordingStore
 from dcpfs.testing.servers import SeaweedServer
-from tests.conformance.step_scene import FOREIGN_KEYS, Scene, TurningStore, foreign_files, location_on
-
-
-@pytest.fixture(params=["local", "memory", "s3"])
-def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
-    def seaweed() -> SeaweedServer:
-        server = request.getfixturevalue("seaweed")
-        assert isinstance(server, SeaweedServer)
-        return server
-
-    store = open_store(location_on(request.param, tmp_path, seaweed))
-    yield Scene(store)
-    store.close()
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> Scene:
-    return Scene(open_store(Location(tmp_path / "run")))
+from tests.conformance.step_scene import FOREIGN_KEYS, Scene, TurningStore, foreign_files
 
 
 def chosen(scene: Scene) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,28 +27,10 @@ from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Buffer, ObjectInfo
 from dcpfs.testing.faulty import Aftermath, FaultPlan, FaultyStore, Moment
 from dcpfs.testing.recording import RecordingStore
-from dcpfs.testing.servers import SeaweedServer
-from tests.conformance.step_scene import Scene, TurningStore, location_on
+from tests.conformance.step_scene import Scene, TurningStore
 
 KEEP_1 = RetentionPolicy(keep_last=1)
 KEEP_2 = RetentionPolicy(keep_last=2)
-
-
-@pytest.fixture(params=["local", "memory", "s3"])
-def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
-    def seaweed() -> SeaweedServer:
-        server = request.getfixturevalue("seaweed")
-        assert isinstance(server, SeaweedServer)
-        return server
-
-    store = open_store(location_on(request.param, tmp_path, seaweed))
-    yield Scene(store)
-    store.close()
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> Scene:
-    return Scene(open_store(Location(tmp_path / "run")))
 
 
 def names(*iterations: int) -> list[str]:

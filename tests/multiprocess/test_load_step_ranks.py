@@ -39,7 +39,7 @@ from dcpfs.errors import (
 from dcpfs.ranks import Ranks
 from dcpfs.storage.location import Location
 from tests.multiprocess.gloo import run_ranks
-from tests.peers.step_making import flip_byte, make_step, read_manifest
+from tests.peers.step_making import flip_byte, make_step, read_manifest, same
 
 KEYS = ("model", "optim", "scheduler", "trainer", "dataloader")
 
@@ -114,17 +114,6 @@ class Job:
                     value = value.full_tensor()  # noqa: PLW2901 - the same value, whole
                 found[f"{key}/{name}"] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return found
-
-
-def same(first: Mapping[str, object], second: Mapping[str, object]) -> None:
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        other = second[name]
-        if isinstance(value, torch.Tensor):
-            assert isinstance(other, torch.Tensor)
-            assert torch.equal(value, other), name
-        else:
-            assert value == other, name
 
 
 @contextlib.contextmanager

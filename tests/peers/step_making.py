@@ -6,6 +6,7 @@ import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -19,7 +20,7 @@ from dcpfs.checkpointer.step_plan import plan_step
 from dcpfs.ranks import Ranks
 from dcpfs.storage.location import Location
 
-__all__ = ["flip_byte", "make_foreign_step", "make_step", "read_manifest"]
+__all__ = ["flip_byte", "make_foreign_step", "make_step", "read_manifest", "same"]
 
 
 def make_step(
@@ -75,3 +76,14 @@ def flip_byte(path: Path, offset: int | None = None) -> None:
     at = len(data) // 2 if offset is None else offset
     data[at] ^= 0x40
     path.write_bytes(data)
+
+
+def same(first: Mapping[str, object], second: Mapping[str, object]) -> None:
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        other = second[name]
+        if isinstance(value, torch.Tensor):
+            assert isinstance(other, torch.Tensor)
+            assert torch.equal(value, other), name
+        else:
+            assert value == other, name

@@ -33,7 +33,7 @@ from dcpfs.errors import (
     UntrustedDataError,
 )
 from dcpfs.storage.location import Location
-from tests.peers.step_making import flip_byte, make_foreign_step, make_step, read_manifest
+from tests.peers.step_making import flip_byte, make_foreign_step, make_step, read_manifest, same
 
 KEYS = ("model", "optim", "scheduler", "trainer", "dataloader")
 
@@ -107,17 +107,6 @@ class Loader:
         position = state["position"]
         assert isinstance(position, int)
         self.position = position
-
-
-def same(first: Mapping[str, object], second: Mapping[str, object]) -> None:
-    assert first.keys() == second.keys()
-    for name, value in first.items():
-        other = second[name]
-        if isinstance(value, torch.Tensor):
-            assert isinstance(other, torch.Tensor)
-            assert torch.equal(value, other), name
-        else:
-            assert value == other, name
 
 
 def trained(steps: int = 3, seed: int = 1) -> Trainer:
