@@ -48,7 +48,6 @@ from dcpfs.checkpointer.layout import (
     WRITING_NAME,
     check_iteration,
     parse_latest,
-    parse_rank_file_name,
     parse_step_name,
     step_name,
 )
@@ -60,9 +59,10 @@ from dcpfs.checkpointer.ownership import (
     require_owner,
     superseded,
 )
+from dcpfs.checkpointer.step_files import is_data_file, is_metadata_file, is_own_file
 from dcpfs.checkpointer.step_status import StepState, StepStatus
 from dcpfs.errors import CheckpointError, CheckpointExistsError, ObjectExistsError, StorageError
-from dcpfs.format.names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name
+from dcpfs.format.names import METADATA_NAME, parse_data_file_name
 from dcpfs.storage.store import Store
 
 __all__ = [
@@ -182,7 +182,7 @@ def _claim_occupied(store: Store, iteration: int, save_id: str, on_existing: OnE
             "taking over %s from a save that left %d files and no manifest: it failed, or is still at work in another "
             "job, where it will fail",
             step,
-            sum(_is_ours(name) and name != WRITING_NAME for name in status.files),
+            sum(is_own_file(name) and name != WRITING_NAME for name in status.files),
         )
     return Claim(iteration, save_id, ClaimState.EXISTS, first_file_number(save_id), predecessor, latest, on_existing)
 
@@ -322,7 +322,7 @@ def _abandon(store: Store, claim: Claim, names: set[str], stragglers: Stragglers
         store.delete([f"{step}/{MANIFEST_NAME}"])
     if store.capabilities.listable:
         seen = _look(store, claim.iteration)
-        names = names & seen | {name for name in seen if _is_own_data(name, claim) or not _is_data(name)}
+        names = names & seen | {name for name in seen if _is_own_data(name, claim) or not is_data_file(_in_step(name))}
     _delete_markers_first(store, names - {f"{step}/{WRITING_NAME}", f"{step}/{MANIFEST_NAME}"})
     if stragglers is Stragglers.NONE:
         store.delete([f"{step}/{WRITING_NAME}"])
@@ -335,7 +335,7 @@ def _look(store: Store, iteration: int) -> set[str]:
     """Files of a step that dcpfs could have made, ``.protected`` excepted; where the store has no listing, markers."""
     step = step_name(iteration)
     if store.capabilities.listable:
-        return {info.path for info in store.list(step) if _is_ours(info.path.removeprefix(f"{step}/"))}
+        return {info.path for info in store.list(step) if is_own_file(_in_step(info.path))}
     names = [WRITING_NAME, MANIFEST_NAME, *(f"{key}/{METADATA_NAME}" for key in KEYS)]
     return {f"{step}/{name}" for name in names if store.exists(f"{step}/{name}")}
 
@@ -344,7 +344,7 @@ def _predecessor(status: StepStatus) -> str | None:
     """Save id of the commit that a step holds, ``""`` of a foreign or damaged one, None without one."""
     if status.manifest is not None:
         return status.manifest.save_id
-    foreign = status.foreign and any(map(_is_key_marker, status.files))
+    foreign = status.foreign and any(map(is_metadata_file, status.files))
     return "" if foreign or status.is_complete or status.state is StepState.DAMAGED else None
 
 
@@ -361,7 +361,7 @@ def _is_ready(store: Store, manifest: Manifest) -> bool:
     step = step_name(manifest.iteration)
     if store.exists(f"{step}/{MANIFEST_NAME}") or not store.capabilities.listable:
         return False
-    found = {info.path.removeprefix(f"{step}/"): info.size_bytes for info in store.list(step)}
+    found = {_in_step(info.path): info.size_bytes for info in store.list(step)}
     return all(found.get(name) == record.size_bytes for name, record in manifest.files.items())
 
 
@@ -454,7 +454,8 @@ def _delete_markers_first(store: Store, names: Iterable[str]) -> None:
     """Delete files of a step: those whose names all saves use as early as can be, and ``.metadata`` before data."""
     batches: list[list[str]] = [[], [], []]
     for name in sorted(names):
-        batches[0 if _is_key_marker(name) else 2 if _is_data(name) else 1].append(name)
+        file = _in_step(name)
+        batches[0 if is_metadata_file(file) else 2 if is_data_file(file) else 1].append(name)
     for batch in filter(None, batches):
         store.delete(batch)
 
@@ -462,21 +463,9 @@ def _delete_markers_first(store: Store, names: Iterable[str]) -> None:
 # --- whose a name is
 
 
-def _is_ours(name: str) -> bool:
-    """True for a name, relative to the step, that dcpfs makes; not for ``.protected``."""
-    parts = name.split("/")
-    if len(parts) == 1:
-        return name in (WRITING_NAME, MANIFEST_NAME)
-    return len(parts) == 2 and (_is_data(name) or _is_key_marker(name) or parse_rank_file_name(parts[1]) is not None)
-
-
-def _is_key_marker(path: str) -> bool:
-    name = path.rpartition("/")[2]
-    return name == METADATA_NAME or parse_rank_metadata_name(name) is not None
-
-
-def _is_data(path: str) -> bool:
-    return parse_data_file_name(path.rpartition("/")[2]) is not None
+def _in_step(path: str) -> str:
+    """A name below ``save_dir``, relative to its step."""
+    return path.partition("/")[2]
 
 
 def _is_own_data(path: str, claim: Claim) -> bool:

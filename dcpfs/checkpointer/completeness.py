@@ -31,26 +31,25 @@ from dcpfs.checkpointer.layout import (
     LATEST_NAME,
     MANIFEST_NAME,
     WRITING_NAME,
-    check_key,
     parse_rank_file_name,
     parse_step_name,
     step_name,
 )
 from dcpfs.checkpointer.manifest import decode_manifest
+from dcpfs.checkpointer.step_files import is_data_file, is_key, is_metadata_file
 from dcpfs.checkpointer.step_status import StepState, StepStatus
 from dcpfs.checkpointer.verification import FileFault, share_files, verify_step
 from dcpfs.config import Trust
 from dcpfs.errors import (
     BucketNotFoundError,
     CheckpointError,
-    ConfigError,
     CorruptCheckpointError,
     ObjectNotFoundError,
     UntrustedDataError,
 )
 from dcpfs.format.index import CheckpointIndex
 from dcpfs.format.metadata import check_coverage, decode_index, merge_indexes
-from dcpfs.format.names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name, rank_metadata_name
+from dcpfs.format.names import METADATA_NAME, parse_rank_metadata_name, rank_metadata_name
 from dcpfs.storage.location import Location
 from dcpfs.storage.store import Store
 
@@ -62,7 +61,6 @@ __all__ = [
     "check_step",
     "check_step_at",
     "get_if_there",
-    "is_key",
     "segments_of",
     "share_files",
     "verify_step",
@@ -321,19 +319,10 @@ def _layout(files: Iterable[str]) -> tuple[tuple[str, ...], dict[str, dict[int, 
         rank = parse_rank_file_name(rest)
         if rank is not None:
             rank_files.setdefault(key, {})[rank] = name
-        elif rest == METADATA_NAME or parse_rank_metadata_name(rest) is not None or parse_data_file_name(rest):
+        elif is_metadata_file(name) or is_data_file(name):
             keys.setdefault(key)
     order = {key: number for number, key in enumerate(KEYS)}
     return tuple(sorted(keys, key=lambda key: (order.get(key, len(order)), key))), rank_files
-
-
-def is_key(name: str) -> bool:
-    """Whether a directory of that name can be a key's."""
-    try:
-        check_key(name)
-    except ConfigError:
-        return False
-    return True
 
 
 def _metadata(files: Mapping[str, int], key: str) -> list[str]:

@@ -28,18 +28,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dcpfs.checkpointer.choices import BestMode
-from dcpfs.checkpointer.completeness import check_step, is_key
+from dcpfs.checkpointer.completeness import check_step
 from dcpfs.checkpointer.discovery import list_steps, read_latest
 from dcpfs.checkpointer.layout import (
     MANIFEST_NAME,
     PROTECTED_NAME,
     WRITING_NAME,
-    parse_rank_file_name,
     step_name,
 )
+from dcpfs.checkpointer.step_files import is_data_file, is_metadata_file, is_own_file, is_rank_file
 from dcpfs.checkpointer.step_status import StepState, StepStatus
 from dcpfs.errors import CheckpointNotFoundError, ConfigError, PermissionDeniedError, StorageError
-from dcpfs.format.names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name
 from dcpfs.storage.store import Store
 
 __all__ = [
@@ -406,9 +405,9 @@ class _Run:
                 logger.debug("%s is removed without a mark: %s", step, error)
             self._store.delete([manifest])
         own = set(status.manifest.files) if status.manifest is not None else set()
-        names = sorted(name for name in status.files if name in own or _is_own_name(name))
-        markers = [f"{step}/{name}" for name in names if _is_metadata(name)]
-        rest = [f"{step}/{name}" for name in names if not _is_metadata(name)]
+        names = sorted(name for name in status.files if name in own or is_own_file(name))
+        markers = [f"{step}/{name}" for name in names if is_metadata_file(name)]
+        rest = [f"{step}/{name}" for name in names if not is_metadata_file(name)]
         if markers:
             self._store.delete(markers)
         self._store.delete([path for path in rest if path not in (writing, manifest)])
@@ -440,33 +439,14 @@ def _kind_of(status: StepStatus) -> StepKind:
         return StepKind.DAMAGED if status.manifest is not None else StepKind.UNKNOWN
     if status.state is StepState.WRITING:
         return StepKind.LEFTOVER
-    if status.state is StepState.UNKNOWN and status.keys and all(map(_is_shard, status.files)):
+    if (
+        status.state is StepState.UNKNOWN
+        and status.keys
+        and all(is_data_file(name) or is_rank_file(name) for name in status.files)
+    ):
         # Data files without any metadata, which no tool can load: what a save left that was swept while it wrote.
         return StepKind.LEFTOVER
     return StepKind.UNKNOWN
-
-
-def _is_own_name(name: str) -> bool:
-    """Whether dcpfs makes such a file in a step; ``.protected`` is the user's."""
-    if name in (MANIFEST_NAME, WRITING_NAME):
-        return True
-    return _is_metadata(name) or _is_shard(name)
-
-
-def _is_metadata(name: str) -> bool:
-    file = _file_of_key(name)
-    return file == METADATA_NAME or parse_rank_metadata_name(file) is not None
-
-
-def _is_shard(name: str) -> bool:
-    file = _file_of_key(name)
-    return parse_data_file_name(file) is not None or parse_rank_file_name(file) is not None
-
-
-def _file_of_key(name: str) -> str:
-    """The file's name when it lies right in a key's directory, else ""."""
-    key, _, file = name.partition("/")
-    return file if is_key(key) else ""
 
 
 def _log(store: Store, report: RetentionReport) -> None:
