@@ -3,8 +3,8 @@
 Problem: who withdraws, abandons or removes a step has to know which files dcpfs made there, and which of them are
 markers that go first. Each with a list of its own, one of them one day deletes what is the user's.
 
-Way taken: one place says it. Names are relative to the step: a file lies right in the step, or right in a directory that
-can be a key's.
+Way taken: one place says it. Names are relative to the step: a file lies right in the step, or right in a directory
+that can be a key's.
 """
 
 from __future__ import annotations
