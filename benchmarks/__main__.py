@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.cli import app
+from .cli import app
 
 if __name__ == "__main__":
     app(prog_name="python -m benchmarks")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from benchmarks.contenders import Scope
-from benchmarks.workloads import TensorSpec, Workload
+from .contenders import Scope
+from .workloads import TensorSpec, Workload
 
 __all__ = ["CASES", "Case", "Operation", "needed"]
 

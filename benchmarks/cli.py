@@ -8,20 +8,20 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cases import CASES
-from benchmarks.contenders import contenders_for
-from benchmarks.figures import Figure, Missing
-from benchmarks.manifest import take
-from benchmarks.place import open_place
-from benchmarks.planning import RanksFigure, SimulationFigure, measure
-from benchmarks.planning import markdown as planning_markdown
-from benchmarks.report import markdown
-from benchmarks.runner import Plan, Runner, order
-from benchmarks.settings import Setting
-from benchmarks.stall import StallFigure
-from benchmarks.stall import markdown as stall_markdown
-from benchmarks.stall import measure as measure_stall
-from benchmarks.workloads import ANCHOR_BYTES
+from .cases import CASES
+from .contenders import contenders_for
+from .figures import Figure, Missing
+from .manifest import take
+from .place import open_place
+from .planning import RanksFigure, SimulationFigure, measure
+from .planning import markdown as planning_markdown
+from .report import markdown
+from .runner import Plan, Runner, order
+from .settings import Setting
+from .stall import StallFigure
+from .stall import markdown as stall_markdown
+from .stall import measure as measure_stall
+from .workloads import ANCHOR_BYTES
 
 __all__ = ["app"]
 

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from benchmarks.cases import CASES, Case, Operation, needed
-from benchmarks.contenders import Contender, Layout, Scope, find
-from benchmarks.job import Absent, Failed, Job, Measured, Outcome, Prepared, RoundFigures
-from benchmarks.measuring import Meter
-from benchmarks.settings import Setting, Target
-from benchmarks.sink_client import SinkConnection
-from benchmarks.verification import check_loaded, check_saved, remove
-from benchmarks.workloads import TensorSpec, build, poison, specs
+from .cases import CASES, Case, Operation, needed
+from .contenders import Contender, Layout, Scope, find
+from .job import Absent, Failed, Job, Measured, Outcome, Prepared, RoundFigures
+from .measuring import Meter
+from .settings import Setting, Target
+from .sink_client import SinkConnection
+from .verification import check_loaded, check_saved, remove
+from .workloads import TensorSpec, build, poison, specs
 
 __all__ = ["run"]
 

@@ -10,8 +10,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from benchmarks.job import Absent, Failed, Measured, Outcome, RoundFigures
-from benchmarks.settings import Setting
+from .job import Absent, Failed, Measured, Outcome, RoundFigures
+from .settings import Setting
 
 __all__ = ["Entry", "Figure", "Missing", "combine"]
 

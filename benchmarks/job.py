@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from benchmarks.settings import Target
+from .settings import Target
 
 __all__ = ["Absent", "Failed", "Job", "Measured", "Outcome", "Prepared", "RoundFigures"]
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from benchmarks.runner import Plan
+from .runner import Plan
 
 __all__ = ["Manifest", "take"]
 

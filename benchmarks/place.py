@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.settings import PLACE_PREFIX, Setting, Target
+from .settings import PLACE_PREFIX, Setting, Target
 
 __all__ = ["open_place", "start_sink"]
 
@@ -46,7 +46,7 @@ def open_place(setting: Setting, disk_directory: Path | None, reserve_bytes: int
 @contextlib.contextmanager
 def start_sink(latency_ms: float, mbps_per_connection: float, reserve_bytes: int) -> Iterator[int]:
     """Run a sink in a process of its own and yield its port."""
-    command = [sys.executable, "-m", "benchmarks.sink", "--latency-ms", str(latency_ms)]
+    command = [sys.executable, "-m", f"{__package__}.sink", "--latency-ms", str(latency_ms)]
     command += ["--mbps-per-connection", str(mbps_per_connection), "--reserve-mib", str(reserve_bytes >> 20)]
     # It ends with its stdin, so it goes even when this process is killed.
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_REPOSITORY)

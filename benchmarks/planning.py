@@ -32,14 +32,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from benchmarks.measuring import Cost, Meter
-from benchmarks.planning_states import TrainingState, as_rank, training_state
-from benchmarks.settings import PLACE_PREFIX, client_environment
 from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.plan_codec import split_local_plans
 from dcpfs.checkpointer.plan_table import Box, PlanTable, make_table
 from dcpfs.checkpointer.step_plan import GlobalPlan, decode_assigned, encode_local_plans, plan_globally, plan_step
 from dcpfs.dcp.writer import FsspecStorageWriter
+
+from .measuring import Cost, Meter
+from .planning_states import TrainingState, as_rank, training_state
+from .settings import PLACE_PREFIX, client_environment
 
 __all__ = ["RanksFigure", "SimulationFigure", "markdown", "measure", "save_with_ranks", "simulate_dcpfs"]
 
@@ -297,7 +298,7 @@ def save_with_ranks(tensors: int, timeout_seconds: float = 600) -> list[RanksFig
     with tempfile.TemporaryDirectory(prefix=PLACE_PREFIX) as directory:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.planning_ranks", directory, str(rank), "2", str(tensors)],
+                [sys.executable, "-m", f"{__package__}.planning_ranks", directory, str(rank), "2", str(tensors)],
                 stdout=subprocess.PIPE,
                 cwd=_REPOSITORY,
                 env=client_environment(),

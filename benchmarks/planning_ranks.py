@@ -20,15 +20,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.measuring import Meter
-from benchmarks.planning import RanksFigure
-from benchmarks.planning_states import TrainingState, training_state
 from dcpfs.checkpointer.phases import Phases
 from dcpfs.checkpointer.save_context import SaveContext
 from dcpfs.checkpointer.save_step import save_step
 from dcpfs.checkpointer.step_plan import plan_step
 from dcpfs.ranks import Ranks
 from dcpfs.storage.location import Location
+
+from .measuring import Meter
+from .planning import RanksFigure
+from .planning_states import TrainingState, training_state
 
 _COLLECTIVES = (
     "all_gather",

@@ -9,10 +9,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-from benchmarks.cases import CASES
-from benchmarks.figures import Figure, Missing
-from benchmarks.manifest import Manifest
-from benchmarks.settings import Setting
+from .cases import CASES
+from .figures import Figure, Missing
+from .manifest import Manifest
+from .settings import Setting
 
 __all__ = ["markdown"]
 

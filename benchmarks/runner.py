@@ -22,13 +22,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from benchmarks import client
-from benchmarks.cases import CASES, Case, Operation
-from benchmarks.contenders import Scope, is_floor
-from benchmarks.figures import Entry, Figure, Missing, combine
-from benchmarks.job import Absent, Failed, Job, Outcome, Prepared
-from benchmarks.settings import PLACE_PREFIX, Setting, Target, client_environment
-from benchmarks.verification import remove
+from . import client
+from .cases import CASES, Case, Operation
+from .contenders import Scope, is_floor
+from .figures import Entry, Figure, Missing, combine
+from .job import Absent, Failed, Job, Outcome, Prepared
+from .settings import PLACE_PREFIX, Setting, Target, client_environment
+from .verification import remove
 
 __all__ = ["Isolation", "Plan", "Runner", "order"]
 
@@ -149,7 +149,7 @@ def _run_processes(job: Job, world: int, directory: Path, timeout_seconds: float
     try:
         for rank in range(world):
             ranked = job.model_copy(update={"rank": rank, "rendezvous": str(directory / "rendezvous")})
-            command = [sys.executable, "-m", "benchmarks.client", str(directory / f"outcome-{rank}.json")]
+            command = [sys.executable, "-m", f"{__package__}.client", str(directory / f"outcome-{rank}.json")]
             errors.append(directory / f"stderr-{rank}")
             with errors[-1].open("w") as stream:
                 process = subprocess.Popen(

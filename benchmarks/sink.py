@@ -32,8 +32,8 @@ from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from itertools import count
 
-from benchmarks.object_memory import BlockPool, StoredObject, UploadBuffer
-from benchmarks.wire import ConnectionClosedError, Pacer, RequestHead, Wire
+from .object_memory import BlockPool, StoredObject, UploadBuffer
+from .wire import ConnectionClosedError, Pacer, RequestHead, Wire
 
 __all__ = ["Sink", "main"]
 

@@ -14,7 +14,7 @@ import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.settings import BUCKET
+from .settings import BUCKET
 
 __all__ = ["SinkConnection", "SinkFigures"]
 

@@ -23,7 +23,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from benchmarks.settings import PLACE_PREFIX, client_environment
+from .settings import PLACE_PREFIX, client_environment
 
 __all__ = ["CONTENDERS", "Blocked", "StallFigure", "StallOrder", "markdown", "measure"]
 
@@ -127,7 +127,7 @@ def measure(
                 contender=contender, size_bytes=size_bytes, rounds=rounds, threads=threads, directory=place
             )
             done = subprocess.run(
-                [sys.executable, "-m", "benchmarks.stall_job", order.model_dump_json()],
+                [sys.executable, "-m", f"{__package__}.stall_job", order.model_dump_json()],
                 stdout=subprocess.PIPE,
                 cwd=_REPOSITORY,
                 env=client_environment(),

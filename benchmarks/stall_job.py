@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse, async_save
 
 import dcpfs
-from benchmarks.stall import Blocked, StallFigure, StallOrder
-from benchmarks.workloads import State, Workload, build, differences, poison, specs
+
+from .stall import Blocked, StallFigure, StallOrder
+from .workloads import State, Workload, build, differences, poison, specs
 
 __all__ = ["run"]
 

@@ -21,9 +21,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.settings import PLACE_PREFIX, Setting, Target
-from benchmarks.sink_client import SinkConnection
-from benchmarks.workloads import State, TensorSpec, differences, first_row, local
+from .settings import PLACE_PREFIX, Setting, Target
+from .sink_client import SinkConnection
+from .workloads import State, TensorSpec, differences, first_row, local
 
 __all__ = ["check_loaded", "check_saved", "remove"]
 

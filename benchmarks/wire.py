@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.object_memory import UploadBuffer
+from .object_memory import UploadBuffer
 
 __all__ = ["ConnectionClosedError", "Pacer", "RequestHead", "Wire"]
 

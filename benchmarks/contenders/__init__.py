@@ -14,8 +14,8 @@ import enum
 import importlib
 from typing import Protocol, runtime_checkable
 
-from benchmarks.settings import Setting, Target
-from benchmarks.workloads import State
+from ..settings import Setting, Target
+from ..workloads import State
 
 __all__ = ["Contender", "Layout", "Scope", "contenders_for", "find", "is_floor"]
 
@@ -58,16 +58,16 @@ class Contender(Protocol):
 
 
 _REGISTRY = {
-    "dcpfs": "benchmarks.contenders.ours:Dcpfs",
-    "dcpfs-bare": "benchmarks.contenders.ours:DcpfsUnderTorch",
-    "dcpfs-bare-64mib": "benchmarks.contenders.ours:DcpfsSmallBudget",
-    "s3torchconnector": "benchmarks.contenders.s3_connector:S3TorchConnector",
-    "torch-fsspec": "benchmarks.contenders.torch_native:TorchFsspec",
-    "torch-1": "benchmarks.contenders.torch_native:TorchOneThread",
-    "torch-4": "benchmarks.contenders.torch_native:TorchFourThreads",
-    "floor-sockets": "benchmarks.contenders.floors:Sockets",
-    "floor-files": "benchmarks.contenders.floors:Files",
-    "floor-memcpy": "benchmarks.contenders.floors:Memcpy",
+    "dcpfs": ".ours:Dcpfs",
+    "dcpfs-bare": ".ours:DcpfsUnderTorch",
+    "dcpfs-bare-64mib": ".ours:DcpfsSmallBudget",
+    "s3torchconnector": ".s3_connector:S3TorchConnector",
+    "torch-fsspec": ".torch_native:TorchFsspec",
+    "torch-1": ".torch_native:TorchOneThread",
+    "torch-4": ".torch_native:TorchFourThreads",
+    "floor-sockets": ".floors:Sockets",
+    "floor-files": ".floors:Files",
+    "floor-memcpy": ".floors:Memcpy",
 }
 
 _OURS = ("dcpfs", "dcpfs-bare", "dcpfs-bare-64mib")
@@ -101,7 +101,7 @@ def find(name: str) -> Contender:
     module, separator, attribute = _REGISTRY.get(name, name).partition(":")
     if not separator:
         raise ValueError(f"no contender is called {name!r}; there are {', '.join(_REGISTRY)}, or module:attribute")
-    contender = getattr(importlib.import_module(module), attribute)()
+    contender = getattr(importlib.import_module(module, __package__), attribute)()
     if not isinstance(contender, Contender):
         raise ValueError(f"{name!r} is not a contender: it lacks part of benchmarks.contenders.Contender")
     return contender

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from benchmarks.contenders import Layout, Scope
-from benchmarks.settings import Target
-from benchmarks.sink_client import SinkConnection
-from benchmarks.workloads import State
+from ..settings import Target
+from ..sink_client import SinkConnection
+from ..workloads import State
+from . import Layout, Scope
 
 __all__ = ["Files", "Memcpy", "Sockets"]
 

@@ -7,9 +7,9 @@ import importlib.util
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from benchmarks.contenders import Layout, Scope
-from benchmarks.settings import Target
-from benchmarks.workloads import State
+from ..settings import Target
+from ..workloads import State
+from . import Layout, Scope
 
 __all__ = ["Dcpfs", "DcpfsSmallBudget", "DcpfsUnderTorch"]
 

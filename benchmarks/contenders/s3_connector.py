@@ -11,9 +11,9 @@ import importlib.util
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from benchmarks.contenders import Layout, Scope
-from benchmarks.settings import REGION, Target
-from benchmarks.workloads import State
+from ..settings import REGION, Target
+from ..workloads import State
+from . import Layout, Scope
 
 __all__ = ["S3TorchConnector"]
 

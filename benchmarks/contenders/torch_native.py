@@ -12,9 +12,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from benchmarks.contenders import Layout, Scope
-from benchmarks.settings import Target
-from benchmarks.workloads import State
+from ..settings import Target
+from ..workloads import State
+from . import Layout, Scope
 
 __all__ = ["TorchFourThreads", "TorchFsspec", "TorchOneThread"]
 
