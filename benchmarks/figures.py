@@ -17,7 +17,11 @@ __all__ = ["Entry", "Figure", "Missing", "combine"]
 
 
 class Entry(BaseModel):
-    """Whose line it is."""
+    """Whose line it is.
+
+    Attributes:
+        place: The redacted URL, where a run compares several of one setting; else empty.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -25,6 +29,12 @@ class Entry(BaseModel):
     setting: Setting
     contender: str
     repetition: int
+    place: str = ""
+
+    @property
+    def where(self) -> str:
+        """Setting or URL: runs are only compared within one."""
+        return self.place or self.setting.value
 
 
 class Figure(BaseModel):
