@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable
 
@@ -82,6 +83,24 @@ def test_case_82_slow_down_is_borne_for_minutes_not_seconds() -> None:
     assert 200 < clock.now < 300
     assert max(clock.sleeps) <= 20
     assert len({round(wait, 6) for wait in clock.sleeps}) > len(clock.sleeps) // 2, "waits are jittered"
+
+
+@pytest.mark.parametrize("busy_seconds", [30, 100])
+def test_case_82_the_default_policy_outlasts_a_busy_store_whatever_the_jitter(
+    busy_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save has many requests at once, and one that gives up fails it: most is not enough."""
+    for seed in range(300):
+        clock, chance = Clock(), random.Random(seed)
+        monkeypatch.setattr("tenacity.wait.random", chance)
+
+        def write(clock: Clock = clock) -> float:
+            if clock.now < busy_seconds:
+                raise slow_down()
+            return clock.now
+
+        assert policy(clock).run(write, verb="write", target="s3://b/x") >= busy_seconds
+        assert len(clock.sleeps) < 30
 
 
 @given(attempts=st.integers(1, 20), deadline_seconds=st.floats(0.01, 1000), asked=st.none() | st.floats(0, 100))
@@ -164,7 +183,7 @@ def test_a_wait_ends_when_another_thread_cancels() -> None:
 
 def test_every_retry_is_logged_and_late_ones_as_warnings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "dcpfs.storage.retrying")
-    policy(Clock()).run(failing(4, slow_down), verb="read", target="s3://b/x")
+    policy(Clock(), attempts=10).run(failing(4, slow_down), verb="read", target="s3://b/x")
     assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG", "WARNING", "WARNING"]
     assert "attempt 3 of 10 failed" in caplog.records[2].getMessage()
 
