@@ -7,6 +7,10 @@ Way taken: for the length of a body, the kernel keeps the time and Python's sock
 part, one ``sendmsg`` hundreds of small buffers; one ``recv`` with MSG_WAITALL fills a whole buffer, one ``recvmsg``
 hundreds. TLS, whose records pass through Python's memory anyway, keeps to Python's time-out and small steps.
 
+A time-out limits silence, not slowness: a peer that sends a byte now and then would hold a request for ever. So a body
+that moves, over a whole time-out, at less than 1 KiB/s counts as silent, and an answer's head, or a short answer, may
+take ten time-outs in all. (Not one: while S3 completes an upload it sends blanks for minutes.)
+
 Flow: `send_buffers` after a request's head; `read_body` after an answer's, on connections whose responses are
 `BodyResponse`.
 """
@@ -14,13 +18,21 @@ Flow: `send_buffers` after a request's head; `read_body` after an answer's, on c
 from __future__ import annotations
 
 import http.client
+import io
 import select
 import socket
 import ssl
 import struct
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["BodyResponse", "is_readable", "read_body", "send_buffers"]
 
@@ -30,6 +42,74 @@ _SLICE_BYTES = 1 * _MIB
 _VECTOR = 512
 """Buffers in one call: below every system's IOV_MAX (1024 on Linux)."""
 _KERNEL_TIMES = sys.platform in ("linux", "darwin")
+_SLOWEST_BYTES_PER_SECOND = 1 << 10
+"""A connection that is slower is given up: curl's and git's users set the same figure."""
+_ANSWER_TIMEOUTS = 10
+
+
+class _Pace:
+    """Tells slowness from progress, in one direction of one connection.
+
+    Args:
+        timeout_seconds: Longest silence; None: nothing is limited.
+    """
+
+    def __init__(self, timeout_seconds: float | None) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._since_seconds = time.monotonic()
+        self._bytes = 0
+        self._in_body = False
+
+    def start_body(self) -> None:
+        """From here on the rate counts, not the time in all."""
+        self._in_body = True
+        self._since_seconds = time.monotonic()
+        self._bytes = 0
+
+    def note(self, size_bytes: int) -> None:
+        """Count what moved.
+
+        Raises:
+            TimeoutError: It is too little for the time it took.
+        """
+        if self._timeout_seconds is None:
+            return
+        seconds = time.monotonic() - self._since_seconds
+        if not self._in_body:
+            if seconds > _ANSWER_TIMEOUTS * self._timeout_seconds:
+                raise TimeoutError(f"the answer was not there after {seconds:.1f} s")
+            return
+        self._bytes += size_bytes
+        if seconds < self._timeout_seconds:
+            return
+        if self._bytes < _SLOWEST_BYTES_PER_SECOND * seconds:
+            raise TimeoutError(f"only {self._bytes} bytes moved in {seconds:.1f} s")
+        self.start_body()
+
+
+class _PacedReader(io.RawIOBase):
+    """A socket's raw reader that minds the pace."""
+
+    def __init__(self, raw: io.RawIOBase, pace: _Pace) -> None:
+        self._raw = raw
+        self._pace = pace
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def readinto(self, buffer: Buffer) -> int | None:
+        count = self._raw.readinto(buffer)
+        if count:
+            self._pace.note(count)
+        return count
+
+    @override
+    def close(self) -> None:
+        if not self.closed:
+            self._raw.close()
+        super().close()
 
 
 class BodyResponse(http.client.HTTPResponse):
@@ -38,6 +118,15 @@ class BodyResponse(http.client.HTTPResponse):
     def __init__(self, sock: socket.socket, debuglevel: int = 0, method: str | None = None, url: str | None = None):
         super().__init__(sock, debuglevel, method, url)
         self._sock = sock
+        self._is_read = method == "GET"
+        self._pace = _Pace(sock.gettimeout())
+        self.fp = io.BufferedReader(_PacedReader(self.fp.detach(), self._pace))
+
+    @override
+    def begin(self) -> None:
+        super().begin()
+        if self._is_read:
+            self._pace.start_body()
 
     def read_into(self, buffers: Sequence[memoryview], arrived: Callable[[int], None]) -> None:
         """Fill buffers in order until they are full or the body ends.
@@ -65,6 +154,8 @@ class BodyResponse(http.client.HTTPResponse):
                 self.length -= count
                 arrived(count)
                 left = _after(left, count)
+                if left:
+                    self._pace.note(count)
 
     def _drain(self, left: list[memoryview], arrived: Callable[[int], None]) -> list[memoryview]:
         """Take what came with the head and lies in the reader's buffer; returns what is still to be filled."""
@@ -117,9 +208,14 @@ def send_buffers(sock: socket.socket, buffers: Sequence[memoryview]) -> None:
     if not _is_plain(sock):
         _send_stepwise(sock, left)
         return
+    pace = _Pace(sock.gettimeout())
+    pace.start_body()
     with _timed_by_kernel(sock, socket.SO_SNDTIMEO):
         while left:
-            left = _after(left, sock.sendmsg(left[:_VECTOR]))
+            count = sock.sendmsg(left[:_VECTOR])
+            left = _after(left, count)
+            if left:
+                pace.note(count)
 
 
 def _is_plain(sock: socket.socket) -> bool:
