@@ -6,12 +6,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?=
+# Debian's packages of servers that the tests start by themselves, on loopback and on configurations of their own.
+SERVERS := openssh-server nginx-light samba
 # Test processes; each starts its own servers.
 JOBS ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test nightly lint format typecheck bench setup clean
+.PHONY: demo test nightly lint format typecheck bench setup servers clean
 
 setup: $(STAMP)
 
@@ -24,7 +26,16 @@ $(STAMP): pyproject.toml constraints.txt dcpfs/_version.py
 	@# Azure's server is on npm only. Without it, its tests say so and are skipped.
 	-@if command -v npm >/dev/null; then \
 	  npm install --silent --no-audit --no-fund --prefix $(VENV)/node azurite@3.37.0 || echo "Azurite: not installed"; fi
+	@# Servers of the operating system, by root, and only where installing one does not start it as a service (in a
+	@# container). Elsewhere `make servers` asks for them by name; without them, their tests say so and are skipped.
+	-@if [ "$$(id -u)" = 0 ] && [ -x /usr/sbin/policy-rc.d ] && ! /usr/sbin/policy-rc.d; then \
+	  $(MAKE) --no-print-directory servers || echo "Servers of the operating system: not installed"; fi
 	touch $(STAMP)
+
+servers:
+	@PATH="$$PATH:/usr/sbin"; for each in sshd nginx smbd; do command -v $$each >/dev/null || missing=1; done; \
+	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -y -qq --no-install-recommends $(SERVERS) >/dev/null; fi
 
 demo: $(STAMP)
 	$(BIN)/dcpfs demo $(ARGS)

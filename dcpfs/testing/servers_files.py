@@ -5,14 +5,16 @@ words for "not there". Whether a store copes shows on servers that other people 
 machine that has nothing but the installed wheels.
 
 Way taken: one class a kind, over `dcpfs.testing.server_process.LoopbackServer`: rclone serves SFTP, WebDAV and
-HTTP, pyftpdlib FTP, and asyncssh, which is the client too but on code of its own, a second SFTP. Each serves an
-empty private directory to one user whose password is made for the occasion.
+HTTP, pyftpdlib FTP, wsgidav a second WebDAV, and asyncssh, which is the client too but on code of its own, a second
+SFTP. Each serves an empty private directory to one user whose password is made for the occasion.
 
 Flow: ``with WebdavServer() as server:`` → ``Location(server.url("run"), server.storage_options)``.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import secrets
 import socket
@@ -21,9 +23,25 @@ from pathlib import Path
 
 from dcpfs.testing.server_process import LoopbackServer, ServerProcess, find_binary, free_ports
 
-__all__ = ["AsyncsshServer", "FileServer", "FtpServer", "HttpServer", "RcloneFtpServer", "SftpServer", "WebdavServer"]
+__all__ = [
+    "AsyncsshServer",
+    "FileServer",
+    "FtpServer",
+    "HttpServer",
+    "RcloneFtpServer",
+    "SftpServer",
+    "WebdavServer",
+    "WsgidavServer",
+    "basic_authorization",
+]
 
 _MEMORY = {"GOMEMLIMIT": "1GiB"}
+
+
+def basic_authorization(user: str, password: str) -> dict[str, str]:
+    """The header of HTTP that says who asks."""
+    identity = base64.b64encode(f"{user}:{password}".encode()).decode()
+    return {"Authorization": f"Basic {identity}"}
 
 
 class FileServer(LoopbackServer):
@@ -112,6 +130,44 @@ class WebdavServer(_RcloneFileServer):
         return f"webdav://{path}"
 
 
+class WsgidavServer(FileServer):
+    """wsgidav: WebDAV on code of its own, on a Python web server. Starts in about 0.5 s."""
+
+    def _launch(self, directory: Path) -> ServerProcess:
+        [self._port] = free_ports(1)
+        config = directory / "wsgidav.json"
+        config.touch(mode=0o600)
+        settings = {
+            "host": "127.0.0.1",
+            "port": self._port,
+            "server": "cheroot",
+            "provider_mapping": {"/": {"root": str(self._directory(directory)), "readonly": False}},
+            "simple_dc": {"user_mapping": {"*": {self.user: {"password": self.password}}}},
+            "http_authenticator": {"accept_basic": True, "accept_digest": False, "default_to_digest": False},
+            "verbose": 1,
+        }
+        config.write_text(json.dumps(settings))
+        command = [sys.executable, "-m", "wsgidav.server.server_cli", f"--config={config}"]
+        return ServerProcess("wsgidav", command, directory=directory)
+
+    def _await_ready(self, process: ServerProcess) -> str:
+        def listening() -> bool:
+            with socket.create_connection(("127.0.0.1", self._port), timeout=2):
+                return True
+
+        process.wait_until(listening)
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def storage_options(self) -> dict[str, object]:
+        """Options as webdav4 takes them; a fresh dict."""
+        return {"base_url": self.address, "auth": (self.user, self.password)}
+
+    def url(self, path: str = "") -> str:
+        """URL of a name in the directory."""
+        return f"webdav://{path}"
+
+
 class HttpServer(_RcloneFileServer):
     """``rclone serve http``: reads only, with ranges; a test puts files into `data`. Starts in about 0.3 s."""
 
@@ -123,10 +179,7 @@ class HttpServer(_RcloneFileServer):
     @property
     def storage_options(self) -> dict[str, object]:
         """Options as fsspec's HTTP filesystem takes them; a fresh dict."""
-        import base64
-
-        identity = base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
-        return {"headers": {"Authorization": f"Basic {identity}"}}
+        return {"headers": basic_authorization(self.user, self.password)}
 
     def url(self, path: str = "") -> str:
         """URL of a name in the directory."""
