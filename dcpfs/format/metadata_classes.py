@@ -5,19 +5,24 @@ enum and a path besides. Nothing else may stand in it.
 
 Way taken: each class gets a `fill` that takes its own attributes alone. Values of its planner data and storage meta
 may be anything on the general list; paths become pure ones, since the file may come from another system.
+
+One thing of a writer's own does stand in it: the place that it was told to write to (``StorageMeta.checkpoint_id``),
+which is a path of whatever class its library has for paths, and which nobody needs to read the checkpoint. So a name
+that is not on the list yields a `_Foreign`, which remembers what it stands for and runs nothing. Where it is that
+place, or a part of it, the place becomes None; anywhere else it is refused as before.
 """
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from dcpfs.errors import CorruptCheckpointError, UntrustedDataError
-from dcpfs.format.allowlist import Global, resolve_value
+from dcpfs.format.allowlist import Global, Resolver, resolve_value
 from dcpfs.format.unpickling import SafeUnpickler
 
 __all__ = ["STRUCTURE_ATTRIBUTE", "load_metadata_pickle", "resolve_metadata"]
@@ -120,6 +125,106 @@ def resolve_metadata(module: str, name: str) -> Global | None:
     return found
 
 
+class _Foreign:
+    """Stands for a global that is not on the list, or for what is made with one. Runs nothing.
+
+    Attributes:
+        name: The global, as text.
+        parts: What it was called with or filled with.
+    """
+
+    def __init__(self, name: str, *parts: object) -> None:
+        self.name = name
+        self.parts: list[object] = list(parts)
+
+    def make(self, *arguments: object) -> _Foreign:
+        """What a call of it, or a new instance of it, yields."""
+        return _Foreign(self.name, *arguments)
+
+
+def _fill_foreign(instance: _Foreign, state: object) -> None:
+    instance.parts.append(state)
+
+
+def _foreign_names(value: object) -> set[str]:
+    """The globals that a value and its parts stand for. Each part is looked at once, however often it is named."""
+    names, seen, left = set(), set(), [value]
+    while left:
+        part = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, _Foreign):
+            names.add(part.name)
+            left += part.parts
+        elif isinstance(part, dict):
+            left += [*part.keys(), *part.values()]
+        elif isinstance(part, (list, tuple, set, frozenset)):
+            left += part
+    return names
+
+
+class _ForeignNames:
+    """An allow-list that answers a name which is not on it by a `_Foreign`, and remembers it.
+
+    Attributes:
+        met: Module and name of each, by both as text.
+    """
+
+    def __init__(self, resolve: Resolver) -> None:
+        self._resolve = resolve
+        self.met: dict[str, tuple[str, str]] = {}
+
+    def __call__(self, module: str, name: str) -> Global | None:
+        found = self._resolve(module, name)
+        if found is not None:
+            return found
+        text = f"{module}.{name}"
+        self.met[text] = (module, name)
+        foreign = _Foreign(text)
+        return Global(foreign, foreign.make, foreign.make)
+
+
+class _MetadataUnpickler(SafeUnpickler):
+    """Lets the place that a writer noted be of a class that nobody here knows."""
+
+    def __init__(self, data: bytes | memoryview, *, where: str) -> None:
+        self._foreign = _ForeignNames(resolve_metadata)
+        super().__init__(data, what=where, resolve=self._foreign)
+        self._globals[id(_Foreign)] = Global(_Foreign, None, None, _fill_foreign)
+
+    def load(self) -> Any:
+        """Decode the pickle.
+
+        Raises:
+            UntrustedDataError: A name that is not on the list stands elsewhere than in the place.
+            CorruptCheckpointError: It is no well-formed pickle.
+        """
+        try:
+            loaded = super().load()
+        except CorruptCheckpointError:
+            self._refuse_foreign(())
+            raise
+        if self._foreign.met:
+            self._forget_place(loaded)
+        return loaded
+
+    def _forget_place(self, loaded: object) -> None:
+        meta = loaded.__dict__.get("storage_meta") if type(loaded) is metadata.Metadata else None
+        if type(meta) is not metadata.StorageMeta:
+            self._refuse_foreign(())
+            return
+        names = _foreign_names(meta.__dict__.get("checkpoint_id"))
+        meta.checkpoint_id = None
+        self._refuse_foreign(names - _foreign_names([vars(loaded), vars(meta)]))
+
+    def _refuse_foreign(self, allowed: Collection[str]) -> None:
+        self._resolve = resolve_metadata
+        for text, (module, name) in self._foreign.met.items():
+            if text not in allowed:
+                self.find_class(module, name)  # which raises
+
+
 def load_metadata_pickle(data: bytes | memoryview, *, where: str) -> tuple[object, int]:
     """Decode the pickle at the front of the file.
 
@@ -130,7 +235,7 @@ def load_metadata_pickle(data: bytes | memoryview, *, where: str) -> tuple[objec
         UntrustedDataError: It names a class that is not on the allow-list.
         CorruptCheckpointError: It is no well-formed pickle.
     """
-    unpickler = SafeUnpickler(data, what=where, resolve=resolve_metadata)
+    unpickler = _MetadataUnpickler(data, where=where)
     try:
         return unpickler.load(), unpickler.position_bytes
     except CorruptCheckpointError as error:
