@@ -8,15 +8,17 @@ Way taken: the settings end here. What is made of them takes plain values, and c
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from enum import Enum
 
-from dcpfs.checkpointer.choices import Access, AsyncMode
+from dcpfs.checkpointer.choices import Access, AsyncMode, OnProcessLoss
 from dcpfs.checkpointer.config import CheckpointConfig
 from dcpfs.checkpointer.layout import KEYS
 from dcpfs.checkpointer.load_step import Strictness, choose_strictness
 from dcpfs.checkpointer.phases import Phases
+from dcpfs.checkpointer.plan_cache import PlanCache
 from dcpfs.checkpointer.process_saver import ProcessSaver
 from dcpfs.checkpointer.resume import ResumeRules, ResumeSearch
 from dcpfs.checkpointer.retention import Retention, RetentionPolicy
@@ -28,7 +30,7 @@ from dcpfs.ranks import Ranks
 
 __all__ = ["make_phases", "make_saver", "make_search", "share_settings", "strictness_of"]
 
-_SHARED = ("async_mode", "max_in_flight", "when_busy", "on_save_error", "max_consecutive_failures")
+_SHARED = ("async_mode", "max_in_flight", "when_busy", "on_process_loss", "on_save_error", "max_consecutive_failures")
 
 
 def make_phases(
@@ -113,7 +115,10 @@ def make_saver(
         global_rank=global_rank,
         file_rank=file_rank,
     )
+    new_phases = functools.partial(_save_phases, config, caller.rank)
     if config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+        stands_in = config.on_process_loss is OnProcessLoss.SAVE_IN_CALLER
+        own = dataclasses.replace(context, plans=PlanCache())  # the process remembers plans of its own
         return ProcessSaver(
             context,
             caller,
@@ -122,8 +127,8 @@ def make_saver(
             timeout_seconds=config.timeout_seconds,
             phase_timeout_seconds=config.phase_timeout_seconds,
             niceness=config.background_niceness,
+            stand_in=InlineSaver(own, new_phases) if stands_in else None,
         )
-    new_phases = functools.partial(_save_phases, config, caller.rank)
     if config.async_mode is AsyncMode.DISABLED:
         return InlineSaver(context, new_phases)
     return ThreadSaver(

@@ -14,6 +14,7 @@ __all__ = [
     "BestMode",
     "DedupPolicy",
     "OnExisting",
+    "OnProcessLoss",
     "OnSaveError",
     "RngPolicy",
     "WhenBusy",
@@ -59,6 +60,19 @@ class OnSaveError(Choice):
     """Raises on every rank: at once, or from the next collective call when the save ran in the background."""
     WARN = "warn"
     """Logs, and lets training go on, until too many saves in a row have failed."""
+
+
+class OnProcessLoss(Choice):
+    """What becomes of a save when a background process has been lost and none can be started in its place.
+
+    In both cases the next save tries to start one again.
+    """
+
+    RAISE = "raise"
+    """Raises on every rank, and saves nothing."""
+    SAVE_IN_CALLER = "save_in_caller"
+    """Saves in the caller, which training waits for, with a warning each time. A process that ended while it saved
+    nothing is a warning, too: no save was lost."""
 
 
 class OnExisting(Choice):

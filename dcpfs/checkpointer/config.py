@@ -33,6 +33,7 @@ from dcpfs.checkpointer.choices import (
     BestMode,
     DedupPolicy,
     OnExisting,
+    OnProcessLoss,
     OnSaveError,
     RngPolicy,
     WhenBusy,
@@ -211,6 +212,9 @@ class CheckpointConfig(FrozenConfig):
     background_niceness: Annotated[int, Field(ge=0, le=19)] = 0
     """How far the priority of the background process is below training's, as `nice` counts. 0: equal, so that a save
     ends soonest; more where saves slow training."""
+    on_process_loss: OnProcessLoss = OnProcessLoss.RAISE
+    """What a save does when a background process was lost and can't be replaced. Raise, since a save in the caller
+    stops training for as long as it takes, which nobody expects who asked for a process."""
     on_existing: OnExisting = OnExisting.OVERWRITE
     """What `save` does when the step stands already, e.g. after a roll back."""
     keep_last: _Count | None = None

@@ -5,7 +5,8 @@ leaves the others in a collective (case 49). Whoever saves can be lost, on one r
 
 Way taken: each save is a `Flight` that holds its arena until it has landed, which all ranks agree about: at `make_room`
 when there is no arena left, at `settle`, and when there is no memory for one more copy. A crew (who saves) that is lost
-on any rank is spoken of once, on all ranks, and replaced on all, before the next save.
+on any rank is spoken of once, on all ranks, and replaced on all, before the next save. Where that fails, it is tried
+again at the save after, and this one is an error, or done by a stand-in where the settings name one.
 
 Flow: `make_room` (land; replace the crew) → `submit` (copy; agree; launch) → … → `settle` (land).
 """
@@ -24,7 +25,7 @@ from dcpfs.background.arena import Arena
 from dcpfs.checkpointer.choices import WhenBusy
 from dcpfs.checkpointer.linked_ranks import LostRankError
 from dcpfs.checkpointer.local_step import LocalStep
-from dcpfs.checkpointer.saver import SaveOutcome, SaveRequest
+from dcpfs.checkpointer.saver import SaveOutcome, Saver, SaveRequest
 from dcpfs.checkpointer.staging import stage_step
 from dcpfs.errors import CheckpointError, StorageFullError
 from dcpfs.ranks import Ranks, portable_error
@@ -78,6 +79,7 @@ class FlightSaver(abc.ABC):
         make_arena: Makes what a copy lies in.
         max_in_flight: Saves at work at once, each with a copy of the state.
         when_busy: What to do when so many are.
+        stand_in: Saves, in the calling thread, while a lost crew can't be replaced; None: such a save fails.
     """
 
     def __init__(
@@ -88,13 +90,16 @@ class FlightSaver(abc.ABC):
         *,
         max_in_flight: int = 1,
         when_busy: WhenBusy = WhenBusy.WAIT,
+        stand_in: Saver | None = None,
     ) -> None:
         self._url = url
         self._caller = caller
         self._when_busy = when_busy
         self._flights: deque[Flight] = deque()
         self._idle = [make_arena() for _ in range(max_in_flight)]
+        self._stand_in = stand_in
         self._needs_crew = False
+        self._why_none = ""
         self._last_iteration = 0
 
     # --- what a crew is
@@ -141,13 +146,24 @@ class FlightSaver(abc.ABC):
             try:
                 self._replace_crew()
             except Exception as error:  # noqa: BLE001 - the same on all ranks; handed over as an outcome
-                outcomes.append(SaveOutcome(iteration, None, error, 0.0))
-                return outcomes, False
-            self._needs_crew = False
+                if self._stand_in is None or isinstance(error, LostRankError):
+                    outcomes.append(SaveOutcome(iteration, None, error, 0.0))
+                    return outcomes, False
+                self._why_none = str(error)
+            else:
+                self._needs_crew = False
         return outcomes, True
 
     def submit(self, request: SaveRequest) -> list[SaveOutcome]:
-        """See `Saver`. Returns when the copies have begun."""
+        """See `Saver`. Returns when the copies have begun; after a stand-in's save, when that is done."""
+        if self._needs_crew and self._stand_in is not None:
+            _logger.warning(
+                "iteration %d is saved in the caller, and training waits for it; the next save tries to go back to the "
+                "background: %s",
+                request.iteration,
+                self._why_none,
+            )
+            return self._stand_in.submit(request)
         outcomes: list[SaveOutcome] = []
         arena = self._idle.pop()
         step, error = _stage(request, arena)
@@ -235,7 +251,11 @@ class FlightSaver(abc.ABC):
         loss = self._loss()
         (self._needs_crew,) = map(bool, self._caller.largest([loss is not None]))
         if self._needs_crew and all(outcome.error is None for outcome in outcomes):
-            outcomes.append(SaveOutcome(self._last_iteration, None, self._agree(loss), 0.0))
+            error = self._agree(loss)
+            if self._stand_in is None or isinstance(error, LostRankError):
+                outcomes.append(SaveOutcome(self._last_iteration, None, error, 0.0))
+            else:
+                _logger.warning("no save was lost, and training goes on: %s", error)
 
     def _land(self) -> SaveOutcome:
         """Wait for the oldest save, and agree about what became of it. Collective."""

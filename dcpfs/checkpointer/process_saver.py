@@ -35,6 +35,7 @@ from dcpfs.checkpointer.flights import Flight, FlightSaver
 from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.save_context import SaveContext
 from dcpfs.checkpointer.save_orders import Joined, Meeting, SaveDone, SaveOrder, Started, encode_order
+from dcpfs.checkpointer.saver import Saver
 from dcpfs.errors import CheckpointError, ConfigError
 from dcpfs.ranks import Ranks, portable_error
 
@@ -137,6 +138,7 @@ class ProcessSaver(FlightSaver):
         timeout_seconds: Of one exchange between the processes.
         phase_timeout_seconds: When a phase of a save is reported.
         niceness: How much less CPU the process gets than training, 0 to 19.
+        stand_in: Saves while no process can be started in the place of a lost one; None: that is an error.
         choose_copier: Says who copies tensors of a device.
 
     Raises:
@@ -154,6 +156,7 @@ class ProcessSaver(FlightSaver):
         timeout_seconds: float = 3600.0,
         phase_timeout_seconds: float | None = None,
         niceness: int = 0,
+        stand_in: Saver | None = None,
         choose_copier: Callable[[torch.device], Copier] = copier_for,
     ) -> None:
         numbers = itertools.count()
@@ -163,6 +166,7 @@ class ProcessSaver(FlightSaver):
             lambda: _SharedArena(next(numbers), choose_copier),
             max_in_flight=max_in_flight,
             when_busy=when_busy,
+            stand_in=stand_in,
         )
         self._context = dataclasses.replace(context, ranks=Ranks())
         self._timeout_seconds = timeout_seconds

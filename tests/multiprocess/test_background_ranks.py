@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,42 @@ def test_cases_49_53_54_60_a_lost_process_is_told_to_all_ranks_and_replaced(tmp_
         assert "the background process of rank 1 was killed by SIGKILL" in texts["saving"]
         assert "the background process of rank 0 was killed by SIGKILL" in texts["of the coordinator"]
         assert "_UnpicklableError: an error that holds a lambda" in texts["unpicklable"]
+
+
+def cannot_replace(root: str, policy: str) -> list[str]:
+    """No process can be started any more on the last rank, for two saves, in the place of one that was killed."""
+    state, python = job.State(), sys.executable
+    is_last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
+    with job.Checkpointer(job.config(f"{root}/run", PROCESS, on_process_loss=policy)) as checkpointer:
+        save(checkpointer, state, 1)
+        checkpointer.wait()
+        if is_last:
+            kill(saver_of(checkpointer))
+            sys.executable = f"{root}/no python"
+        if dist.is_initialized():
+            dist.barrier()
+        texts = [attempt(save, checkpointer, state, number) for number in (2, 3)]
+        assert checkpointer.health() is None  # it has been told
+        sys.executable = python
+        texts.append(attempt(save, checkpointer, state, 4))
+        texts.append(attempt(checkpointer.wait))
+        assert checkpointer.last_save is not None
+        assert checkpointer.last_save.iteration == 4
+        return [*texts, f"steps {checkpointer.steps()}"]
+
+
+def test_case_53_without_a_process_a_save_raises_and_a_later_one_works(tmp_path: Path) -> None:
+    killed, not_started, *rest = cannot_replace(str(tmp_path), "raise")
+    assert "the background process of rank 0 was killed by SIGKILL" in killed
+    assert "no python" in not_started
+    assert rest == ["", "", "steps [1, 4]"]
+
+
+def test_case_53_without_a_process_ranks_save_in_the_caller_where_that_is_asked_for(tmp_path: Path) -> None:
+    heard = run_ranks(cannot_replace, 2, str(tmp_path), "save_in_caller", timeout_seconds=200)
+    assert heard == [["", "", "", "", "steps [1, 2, 3, 4]"]] * 2
+    for number in (1, 2, 3, 4):
+        assert job.saved(tmp_path / "run", number)
 
 
 def go_on_with_warnings(save_dir: str, mode: str) -> list[str]:

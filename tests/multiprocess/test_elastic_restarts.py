@@ -113,7 +113,7 @@ def check(done: ElasticJob) -> None:
     steps = list(range(EVERY, LAST + 1, EVERY))
     assert sorted(path.name for path in save_dir.iterdir() if path.is_dir()) == [step_name(step) for step in steps]
     assert not list(save_dir.rglob(".writing"))
-    config = dcpfs.CheckpointConfig(save_dir=str(save_dir), rng="none", verify_on_resume=True)
+    config = dcpfs.CheckpointConfig(save_dir=str(save_dir), verify_on_resume=True)
     with dcpfs.DistributedCheckpointer(config, access="read_only") as checkpointer:
         assert checkpointer.steps() == steps
     for step in steps:

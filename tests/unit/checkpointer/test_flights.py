@@ -20,12 +20,13 @@ from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.process_saver import _Crew
 from dcpfs.checkpointer.save_context import StepReport
 from dcpfs.checkpointer.save_orders import Joined, SaveDone, Started, decode_step, encode_order
-from dcpfs.checkpointer.saver import SaveOutcome, SaveRequest
+from dcpfs.checkpointer.saver import InlineSaver, SaveOutcome, Saver, SaveRequest
 from dcpfs.checkpointer.staging import stage_step
 from dcpfs.checkpointer.step_plan import plan_step
 from dcpfs.errors import CheckpointError, ConfigError, RankError, StorageFullError
 from dcpfs.ranks import Ranks
 from tests.unit.background.test_arena import LateCopier
+from tests.unit.checkpointer.part_exchange import warnings_of
 
 T = TypeVar("T")
 
@@ -33,7 +34,15 @@ T = TypeVar("T")
 class Crew(FlightSaver):
     """Lands flights when told to."""
 
-    def __init__(self, caller: Ranks | None = None, *, room: int = 1, when_busy: str = "wait", late: bool = False):
+    def __init__(
+        self,
+        caller: Ranks | None = None,
+        *,
+        room: int = 1,
+        when_busy: str = "wait",
+        late: bool = False,
+        stand_in: Saver | None = None,
+    ):
         self.copier = LateCopier()
         super().__init__(
             "memory://run",
@@ -41,6 +50,7 @@ class Crew(FlightSaver):
             lambda: Arena(choose_copier=lambda device: self.copier) if late else Arena(),
             max_in_flight=room,
             when_busy=WhenBusy(when_busy),
+            stand_in=stand_in,
         )
         self.launched: list[tuple[Flight, LocalStep]] = []
         self.lost = ""
@@ -185,6 +195,47 @@ def test_case_53_a_lost_crew_is_spoken_of_once_and_replaced_before_the_next_save
     assert not has_room
     crew.cannot_start = None
     assert crew.save(6) == []
+
+
+class Notes(InlineSaver):
+    """Stands in, and notes for what."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def submit(self, request: SaveRequest) -> list[SaveOutcome]:
+        self.saved.append(request.iteration)
+        return [done(request.iteration, request.error)]
+
+
+def test_case_53_a_stand_in_saves_for_as_long_as_no_crew_can_be_had(caplog: pytest.LogCaptureFixture) -> None:
+    notes = Notes()
+    crew = Crew(stand_in=notes)
+    crew.save(1)
+    crew.lost = "killed"
+    crew.land()
+    crew.cannot_start = ConfigError("no Python")
+    assert said(crew.save(2)) == [(1, ""), (2, "")]  # save 1 had landed: nothing is lost
+    assert said(crew.save(3)) == [(3, "")]
+    assert notes.saved == [2, 3]
+    texts = warnings_of(caplog)
+    assert "no save was lost, and training goes on: the crew is gone: killed" in texts
+    for number in (2, 3):
+        assert f"iteration {number} is saved in the caller, and training waits for it" in texts
+    assert texts.count("to go back to the background: no Python") == 2
+    assert not crew.in_flight
+    assert crew.failure() is None
+    crew.cannot_start = None
+    assert crew.save(4) == []
+    assert notes.saved == [2, 3]
+    assert list(crew.in_flight) == [4]
+    crew.lost = "killed again"
+    crew.land(CheckpointError("4 was lost"))
+    assert said(crew.settle()) == [(4, "4 was lost")]  # a save was lost: that is no warning
+    crew.cannot_start = LostRankError("the ranks are gone", rank=0)
+    outcomes, has_room = crew.make_room(5)
+    assert said(outcomes) == [(5, "the ranks are gone")]
+    assert not has_room
 
 
 def test_case_68_without_memory_for_a_second_copy_the_first_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
