@@ -318,7 +318,12 @@ def _abandon(store: Store, claim: Claim, names: set[str], stragglers: Stragglers
         if own_data and (claim.first_file_number or store.capabilities.conditional_put):
             store.delete(sorted(own_data))
         return
-    if _manifest_save_id(store, claim.iteration) == claim.save_id:
+    standing = _manifest_save_id(store, claim.iteration)
+    if standing is not None and standing == claim.predecessor:
+        # Withdrawing broke off before its first effect: the step stands as it did, and nobody has written to it.
+        store.delete([f"{step}/{WRITING_NAME}"])
+        return
+    if standing == claim.save_id:
         store.delete([f"{step}/{MANIFEST_NAME}"])
     if store.capabilities.listable:
         seen = _look(store, claim.iteration)

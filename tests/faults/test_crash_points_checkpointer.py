@@ -1,0 +1,150 @@
+"""A checkpointer's save fails at each of its requests, before and after it takes effect, and the run goes on.
+
+What `test_crash_points` shows of one save by itself is shown here of the whole: a history, retention, the pointer, the
+next save, a resume; in the caller, in a thread and in a process; on files and on a real S3 server.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dcpfs.storage.location import Location
+from dcpfs.testing.faulty import Aftermath, FaultPlan, InjectedError, Moment
+from dcpfs.testing.servers import SeaweedServer
+from tests.conformance.step_scene import location_on
+from tests.faults.crash_life import Life, armed
+
+MODES = ["disabled", "async", "async_with_pinned_mem"]
+COMMITTED = "is complete"
+"""What an error says of a step that stands, though its save failed."""
+
+
+class Scene(enum.Enum):
+    """Which save fails."""
+
+    NEXT = "the next step: the oldest one makes room for it"
+    AGAIN = "the newest step once more"
+    REMAINS = "the next step, of which a dead save has left something"
+
+
+class Pick(enum.Enum):
+    """Which crash points are tried."""
+
+    ALL = "every request, both moments, both aftermaths"
+    BY_TURNS = "every request and both moments, the aftermaths by turns"
+    FEW = "every third request, moments and aftermaths by turns"
+
+
+def points(mutations: int, pick: Pick) -> Iterator[FaultPlan]:
+    """Crash points of a save of so many mutating calls."""
+    for mutation, moment, aftermath in itertools.product(range(1, mutations + 1), Moment, Aftermath):
+        even = (moment is Moment.BEFORE) == (aftermath is Aftermath.DEAD)
+        if pick is Pick.BY_TURNS and even == mutation % 2:
+            continue
+        if pick is Pick.FEW and (mutation % 3 != 1 or even or (moment is Moment.BEFORE) == (mutation % 2 == 0)):
+            continue
+        yield FaultPlan(mutation=mutation, moment=moment, aftermath=aftermath)
+
+
+def begin(life: Life, scene: Scene) -> int:
+    """Make what the save of a scene finds. The step that it saves."""
+    newest = max(life.versions)
+    if scene is Scene.AGAIN:
+        return newest
+    if scene is Scene.REMAINS:
+        assert life.save(newest + 1, 1000, FaultPlan(mutation=9, aftermath=Aftermath.DEAD)) is not None
+    return newest + 1
+
+
+def go_through(life: Life, scene: Scene, pick: Pick) -> int:
+    """Let the save of a scene fail at its crash points, one after the other. How many there were."""
+    for version in range(1, 4):
+        life.save_clean(version, version)
+    life.save_clean(begin(life, scene), 4)
+    tried = 0
+    for plan in points(life.mutations(), pick):
+        target, new = begin(life, scene), 5 + 2 * tried
+        error = life.save(target, new, plan)
+        step, version = life.resume()
+        before = dict(sorted(life.versions.items())[-2:] if scene is Scene.AGAIN else [max(life.versions.items())])
+        assert (step, version) in {*before.items(), (target, new)}, plan
+        committed = error is None or COMMITTED in str(error)
+        assert error is None or isinstance(error, InjectedError), plan
+        if error is None:
+            assert (step, version) == (target, new), f"{plan}: a save that succeeded is not loaded"
+        elif plan.aftermath is Aftermath.RECOVERED and not committed:
+            assert version != new, f"{plan}: a save that failed is loaded"
+        life.check_whole()
+        if committed:
+            assert life.check_step(target) == new, plan
+            life.versions[target] = new
+        life.save_clean(target if error is not None else target + 1, new + 1)  # the same one again, if it failed
+        assert life.resume() == max(life.versions.items()), f"{plan}: the next save"
+        life.check_clean()
+        tried += 1
+    return tried
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="dcpfs")
+
+
+def try_all(place: Location, mode: str, scenes: Iterable[tuple[Scene, Pick]], folder: Path) -> int:
+    """All scenes in one directory, with one checkpointer. How many crash points were tried."""
+    with armed(folder / "plans"), Life(place, mode, folder / "plans") as life:
+        return sum(go_through(life, scene, pick) for scene, pick in scenes)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_cases_2_30_34_35_a_run_on_files_outlives_a_failure_at_any_request(tmp_path: Path, mode: str) -> None:
+    pick = Pick.ALL if mode == "disabled" else Pick.FEW
+    scenes = [(Scene.NEXT, pick), (Scene.AGAIN, pick), (Scene.REMAINS, Pick.FEW)]
+    tried = try_all(Location(tmp_path / "run"), mode, scenes, tmp_path)
+    assert tried >= (150 if mode == "disabled" else 15)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
+def test_cases_2_30_34_35_a_run_on_s3_outlives_a_failure_at_any_request(
+    seaweed: SeaweedServer, tmp_path: Path, mode: str
+) -> None:
+    scenes = [(scene, Pick.FEW) for scene in (Scene.NEXT, Scene.AGAIN)]
+    assert try_all(location_on("s3", tmp_path, lambda: seaweed), mode, scenes, tmp_path) >= 10
+
+
+@pytest.mark.parametrize("scene", [Scene.NEXT, Scene.REMAINS])
+def test_cases_40_78_a_resume_whose_store_fails_at_any_question_says_so(tmp_path: Path, scene: Scene) -> None:
+    """It does not take what it could not ask about for damaged, and an older step, or nothing, for the newest."""
+    with armed(tmp_path / "plans"), Life(Location(tmp_path / "run"), "disabled", tmp_path / "plans") as life:
+        for version in range(1, 4):
+            life.save_clean(version, version)
+        begin(life, scene)
+        assert life.resume() == (3, 3)
+        questions = next(life.questions)
+        assert questions > 8
+        failed = 0
+        for number in range(1, questions):
+            try:
+                assert life.resume(number) == (3, 3)
+            except InjectedError:
+                failed += 1
+        assert failed > questions // 2
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("backend", ["local", "s3"])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_crash_point_of_every_scene(
+    request: pytest.FixtureRequest, tmp_path: Path, mode: str, backend: str
+) -> None:
+    place = location_on(backend, tmp_path, lambda: request.getfixturevalue("seaweed"))
+    tried = try_all(place, mode, [(scene, Pick.ALL) for scene in Scene], tmp_path)
+    assert tried >= 3 * 4 * 15
+    print(f"{tried} crash points")
