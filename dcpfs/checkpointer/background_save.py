@@ -6,7 +6,9 @@ the launcher's SIGTERM loses the save that the SIGTERM asked for; one whose fail
 
 Way taken: orders are read by a thread, and carried out by the main one, in order, with the same `save_step` as in the
 trainer. The end of the channel lets it finish what it has and end. The end of the parent is asked for right before the
-commit, and ends it. An error goes back as an error of dcpfs, with its traceback as text.
+commit, and ends it: at the coordinator right before the manifest, on any other rank when its data is written. A trainer
+that dies after that takes nothing with it: the step is whole, and is committed. An error goes back as an error of
+dcpfs, with its traceback as text.
 """
 
 from __future__ import annotations
