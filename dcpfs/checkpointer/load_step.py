@@ -44,6 +44,7 @@ from dcpfs.dcp.replicas import SharedWants, share_wants
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.errors import CheckpointError, CheckpointNotFoundError, DcpfsError
 from dcpfs.format.collector import paused_collector
+from dcpfs.format.names import METADATA_NAME
 from dcpfs.ranks import Ranks, attempt, portable_error
 from dcpfs.storage.location import Location
 
@@ -248,9 +249,10 @@ class _StepLoad:
             else:
                 fatal.append(key)
         if fatal and not held:
-            raise CheckpointNotFoundError(
-                f"no checkpoint at {self._step}: it has no {' and no '.join(map(repr, fatal))}; check the URL"
-            )
+            whole = all(self._directory(key) for key in fatal)
+            what = f"no {' and no '.join(map(repr, fatal))}" if whole else f"no {METADATA_NAME}"
+            error = CheckpointNotFoundError(f"no checkpoint at {self._step}: it has {what}; check the URL")
+            raise error if whole else self.source.explain_absence(error)
         if fatal:
             raise key_mismatch_error(
                 self._step.redacted,

@@ -32,6 +32,7 @@ from dcpfs.dcp.matching import Match, check_plausible, key_mismatch_error, wants
 from dcpfs.dcp.replicas import SharedWants, share_wants
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.dcp.state_filling import StateFilling
+from dcpfs.errors import CheckpointNotFoundError
 from dcpfs.format.collector import paused_collector
 from dcpfs.format.index import BytesRecord, CheckpointIndex
 from dcpfs.ranks import Ranks, attempt, portable_error
@@ -214,6 +215,8 @@ class _Load:
         if self._ranks.is_coordinator and error is None:
             try:
                 files = self.source.read_all_metadata()
+            except CheckpointNotFoundError as failure:
+                error = self.source.explain_absence(failure)
             except BaseException as failure:  # noqa: BLE001 - shared with all ranks, which raise it
                 error = failure
         if self._ranks.world_size > 1:
@@ -331,7 +334,11 @@ def read(
         callback=callback,
     )
     try:
-        index = source.decode_index(*source.read_all_metadata())
+        try:
+            files = source.read_all_metadata()
+        except CheckpointNotFoundError as error:
+            raise source.explain_absence(error) from error.__cause__
+        index = source.decode_index(*files)
         structure = Structure.from_json(index.structure, index.paths)
         if keys is None:
             chosen = list(index.records)

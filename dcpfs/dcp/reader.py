@@ -148,9 +148,11 @@ class FsspecStorageReader(StorageReader):
             self._index, metadata = self._source.decode_both(data)
             self._metadata = metadata
         except CheckpointNotFoundError as error:
-            if rank is not None:  # the end of a load; torch 2.9 drops the text of both errors
-                _logger.error("%s", error)
-            raise
+            if rank is None:
+                raise
+            error = self._source.explain_absence(error)
+            _logger.error("%s", error)  # the end of a load; torch 2.9 drops the text of both errors
+            raise error from error.__cause__
         except DcpfsError as error:
             self._failure = error
             _logger.error("%s", error)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcpfs import torch_private
 from dcpfs.config import RetryConfig, TransferConfig, Trust, VerifyMode
+from dcpfs.dcp.checkpoints_below import point_below
 from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.errors import (
@@ -109,13 +110,18 @@ class CheckpointSource:
         try:
             return [self.read_metadata()]
         except CheckpointNotFoundError:
-            if not self.store.capabilities.listable:
+            # Asked first: the URL may be that of a run, with millions of files to list.
+            if not self.store.capabilities.listable or not self.store.exists(rank_metadata_name(0)):
                 raise
             ranks = [parse_rank_metadata_name(info.path) for info in self.store.list()]
             found = sorted(rank for rank in ranks if rank is not None)
             if not found:
                 raise
         return [self.read_metadata(rank) for rank in found]
+
+    def explain_absence(self, error: CheckpointNotFoundError) -> CheckpointNotFoundError:
+        """The error of a load that ends here, with the URL that was meant where that can be found out."""
+        return point_below(error, self.store)
 
     def read_metadata(self, rank: int | None = None) -> bytes:
         """Read ``.metadata``, or the metadata that one rank wrote by itself.

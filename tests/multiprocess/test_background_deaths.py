@@ -69,7 +69,7 @@ def attempt(call: Callable[[], object]) -> str:
 
 
 def lose_two_trainers(save_dir: str) -> list[str]:
-    """Ranks 1 and 2 are gone between their last byte and the commit of step 2; of rank 2 the background process, too."""
+    """Ranks 1 and 2 are gone between their last byte and the commit of step 2; rank 2 with its background process."""
     rank, state = dist.get_rank(), job.State()
     if rank == 0:
         job.script_of(save_dir)
