@@ -26,6 +26,8 @@ class Capabilities:
         max_object_bytes: Largest object, or None.
         max_open_sinks: Most objects that may be in writing at once in this process, or None.
         copies_reads: `Store.read_into` holds the bytes of the request once more before it fills the buffers.
+        refused_characters: Characters that no name may hold: it is refused before anything is touched, since the client
+            would use another name.
     """
 
     writable: bool = True
@@ -38,3 +40,4 @@ class Capabilities:
     max_object_bytes: int | None = None
     max_open_sinks: int | None = None
     copies_reads: bool = False
+    refused_characters: str = ""

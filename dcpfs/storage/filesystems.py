@@ -8,7 +8,8 @@ whether half a file is visible while it is written.
 Way taken: the links of a `Location` are opened one by one, each by its class, as a new instance without
 listing cache. Options go where fsspec puts them: ``{"s3": {...}}`` to the link of that protocol, the rest to
 the outermost. A cache (``simplecache::X``) is left out: what it holds can be another version of the object
-than the one that is asked for. A directory wrapper (``dir::X``) is dissolved into the path. What a protocol
+than the one that is asked for; one between an archive and its store (``zip::filecache::X``) holds a copy of the
+archive's file, and is made anew each time. A directory wrapper (``dir::X``) is dissolved into the path. What a protocol
 can do stands in one table; for protocols that nobody listed, their class is looked at.
 
 Flow: ``open_filesystem(location)`` → `OpenFilesystem`: instance, root path, `Traits`.
@@ -59,6 +60,11 @@ _TRANSPARENT = _CACHES | {"dir"}
 _GOOGLE = frozenset({"gcs", "gs"})
 _SHELLS = frozenset({"sftp", "ssh"})
 _HOSTED = frozenset({"arrow_hdfs", "ftp", "ftps", "hdfs", "sftp", "smb", "ssh", "webhdfs"})
+_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    # Its own policy of retries would multiply with ours, and a file that one rank reads is not locked for the others.
+    "smb": {"register_session_retries": 0, "share_access": "rwd"},
+}
+"""Options where the user gives none."""
 
 
 class Publishing(enum.Enum):
@@ -85,6 +91,7 @@ class Traits:
         remote: Requests cost a round trip.
         atomic: A killed writer leaves the old object or the new one.
         serial: One call at a time: the client behind it is not thread-safe.
+        refused: Characters that its client takes in a name for syntax: it would use another name.
     """
 
     publishing: Publishing
@@ -93,6 +100,7 @@ class Traits:
     remote: bool = True
     atomic: bool = True
     serial: bool = False
+    refused: str = ""
 
 
 _OBJECTS = Traits(Publishing.CLOSE)
@@ -102,10 +110,12 @@ _READ_ONLY = Traits(Publishing.NEVER)
 _ARCHIVE = Traits(Publishing.NEVER, ranged_reads=False, serial=True)
 _TRAITS: Mapping[str, Traits] = {
     "memory": Traits(Publishing.MEMORY, remote=False),
-    **dict.fromkeys(("abfs", "abfss", "az", "gcs", "gs", "hf", "oci", "oss", "s3", "s3a", "tos", "tosfs"), _OBJECTS),
+    **dict.fromkeys(("abfs", "abfss", "az"), replace(_OBJECTS, refused="\\?#")),
+    **dict.fromkeys(("gcs", "gs", "hf", "oci", "oss", "s3", "s3a", "tos", "tosfs"), _OBJECTS),
     **dict.fromkeys(("arrow_hdfs", "hdfs", "sftp", "ssh"), _TREE),
     **dict.fromkeys(("file", "local"), replace(_TREE, remote=False)),
-    **dict.fromkeys(("dbfs", "dropbox", "smb", "webdav", "webdavs", "webhdfs"), _LOOSE_TREE),
+    "smb": replace(_LOOSE_TREE, refused='\\:*?"<>|'),
+    **dict.fromkeys(("dbfs", "dropbox", "webdav", "webdavs", "webhdfs"), _LOOSE_TREE),
     **dict.fromkeys(("ftp", "ftps"), replace(_LOOSE_TREE, serial=True)),
     **dict.fromkeys(("http", "https"), replace(_READ_ONLY, listable=False)),
     **dict.fromkeys(("data", "git", "gist", "github"), replace(_READ_ONLY, ranged_reads=False)),
@@ -209,6 +219,8 @@ def open_filesystem(location: Location) -> OpenFilesystem:
     traits = traits_of(location)
     plain = uncached(location)
     revive_event_loop()
+    if any(_protocol(link) == "smb" for link in plain.components):
+        import dcpfs.storage.smb_connections  # noqa: F401 - a forked child forgets its parent's from now on
     if _protocol(location.components[0]) in _CACHES:
         logger.info("Reading and writing %s past its cache, which can hold another version", location)
     options = plain.storage_options
@@ -218,13 +230,16 @@ def open_filesystem(location: Location) -> OpenFilesystem:
     filesystem: AbstractFileSystem | None = None
     for index in reversed(range(len(links))):
         link, protocol = links[index], _protocol(links[index])
-        kind = filesystem_class(protocol, location)
         own = options.pop(protocol, {})
         arguments = dict(own) if isinstance(own, Mapping) else {}
+        if protocol in _CACHES:
+            protocol, arguments = "simplecache", {}
+        kind = filesystem_class(protocol, location)
         if index == 0:
             arguments |= options
         link_path = _path(kind, protocol, link)
-        arguments = {**_url_arguments(kind, protocol, link), **arguments, **inner, "skip_instance_cache": True}
+        arguments = {**_url_arguments(kind, protocol, link), **_DEFAULTS.get(protocol, {}), **arguments, **inner}
+        arguments["skip_instance_cache"] = True
         if index == 0:
             filesystem = _instance(_without_control_plane(kind, protocol, arguments), protocol, arguments, location)
         if not link_path and index < len(links) - 1 and protocol != "dir" and _is_chained(kind):
@@ -252,6 +267,9 @@ def _instance(
     except ImportError as error:
         raise missing_backend(protocol, location, error) from error
     except (TypeError, ValueError) as error:
+        if isinstance(error.__cause__, OSError):
+            # How the client of SMB says that it can't connect.
+            raise error.__cause__ from error
         raise ConfigError(
             f"Can't open {location}: the filesystem refuses its storage_options ({location.scrub(str(error))})"
         ) from None

@@ -21,6 +21,7 @@ import ctypes
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 from dcpfs.errors import StorageError, TransferSizeError
@@ -247,9 +248,10 @@ class StreamSink:
     Args:
         parts: Its parts.
         open_file: Opens the file object, with retries.
-        guard: Wraps a call of the file object: one thread at a time where needed, errors translated.
+        guard: Runs a call of the file object: one thread at a time where needed, bounded, errors translated.
         publish: After the file was closed: checks the size, moves it where it belongs, describes it.
-        drop_file: Gets rid of the file object: `discard_file`, or its close where it has a temporary name.
+        drop_file: Gets rid of the file object: `discard_file`, or its close where it has a temporary name. Raises
+            nothing.
         discard: Afterwards: removes what may be left.
     """
 
@@ -257,7 +259,7 @@ class StreamSink:
         self,
         parts: PartLedger,
         open_file: Callable[[], FileWriter],
-        guard: Callable[[], contextlib.AbstractContextManager[None]],
+        guard: Callable[[Callable[[], None]], None],
         publish: Callable[[], ObjectInfo],
         drop_file: Callable[[FileWriter], None],
         discard: Callable[[], None],
@@ -292,8 +294,7 @@ class StreamSink:
                 if self._file is None:
                     self._file = self._open_file()
                 for view in slices_of(buffers):
-                    with self._guard():
-                        write_all(self._file, view)
+                    self._guard(partial(write_all, self._file, view))
             except BaseException:
                 self._drop()
                 raise
@@ -307,8 +308,7 @@ class StreamSink:
                 self._parts.check_complete()
                 if self._ended or self._file is None:
                     raise StorageError(f"Can't write {self._parts.target}: the write has ended or failed")
-                with self._guard():
-                    self._file.close()
+                self._guard(self._file.close)
                 self._file = None
                 info = self._publish()
             except BaseException:
@@ -327,9 +327,7 @@ class StreamSink:
         self._ended = True
         file, self._file = self._file, None
         if file is not None:
-            with contextlib.suppress(Exception), self._guard():
-                # What failed is already on its way to the caller; tidying up must not hide it.
-                self._drop_file(file)
+            self._drop_file(file)
         self._discard()
 
 

@@ -5,7 +5,8 @@ Problem: what fsspec offers is made for people at a prompt: names are globs, lis
 and buckets, and an instance that went through a fork hangs.
 
 Way taken: only calls that take a name literally, one object each, on an instance that this process opened
-itself and opens anew after a fork or when credentials expired. Every call runs under the one `RetryPolicy`,
+itself and opens anew after a fork, when credentials expired, or when a call did not come back. Every call runs
+under the one `RetryPolicy`, within its deadline (`dcpfs.storage.bounded_calls`: many clients have no time-out),
 and every exception becomes an error of dcpfs. How an object gets under its name is the business of
 `dcpfs.storage.fsspec_sink`; what a filesystem can do, that of `dcpfs.storage.filesystems`. On ``memory://``
 bytes move between its buffers and the caller's directly.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 from dcpfs.config import RetryConfig, TransferConfig
 from dcpfs.errors import (
     BucketNotFoundError,
+    ConfigError,
     DcpfsError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -34,6 +37,7 @@ from dcpfs.errors import (
     TransferSizeError,
     UnsupportedOperationError,
 )
+from dcpfs.storage.bounded_calls import CallThreads, CallTimeoutError, in_bounded_call
 from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.filesystems import OpenFilesystem, Publishing, open_filesystem, overrides, traits_of, uncached
 from dcpfs.storage.fsspec_sink import (
@@ -52,6 +56,7 @@ from dcpfs.storage.fsspec_sink import (
     write_all,
 )
 from dcpfs.storage.literal_calls import (
+    disconnect,
     fill,
     list_directory,
     move_file,
@@ -76,7 +81,7 @@ _T = TypeVar("_T")
 _DELETE_THREADS = 8
 _DIRECTORY_FAULTS = frozenset({Fault.OTHER, Fault.UNSUPPORTED})
 _WEB = frozenset({"http", "https"})
-_ONE_CONNECTION = frozenset({"ftp", "ftps", "sftp", "ssh"})
+_ONE_CONNECTION = frozenset({"ftp", "ftps", "sftp", "smb", "ssh"})
 _PARENTS: list[OpenFilesystem] = []
 """In a forked child, what its parent opened: kept, since the end of some (sshfs) hangs up the parent's line."""
 _DAV = frozenset({"dav", "webdav", "webdavs"})
@@ -88,10 +93,12 @@ class FsspecStore:
     Args:
         location: Where it is. The filesystem takes the options.
         transfer: Part size.
-        retry: Attempts and deadline. A filesystem's own retries come below and are counted as one attempt.
+        retry: Attempts and deadline. A filesystem's own retries come below and are counted as one attempt. A call
+            that does not come back ends half-way to the deadline, or after ``read_timeout_seconds`` where that is
+            longer, and is tried again on a new connection.
 
     Raises:
-        ConfigError: The scheme is unknown.
+        ConfigError: The scheme is unknown, or the URL holds a character that its client takes for syntax.
         MissingBackendError: The scheme's package is not installed.
     """
 
@@ -105,12 +112,12 @@ class FsspecStore:
         self._closed = threading.Event()
         self._policy = RetryPolicy(self._retry, cancelled=self._closed)
         self._plain = uncached(location)
+        self._check_characters("open", self._plain.path, self._location.redacted)
         self._made: set[str] = set()
-        self._pid = 0
         self._generation = 0
+        self._stalls = 0
         self._opened: OpenFilesystem | None = None
-        self._opening = threading.Lock()
-        self._serial = threading.RLock()
+        self._start_in_this_process()
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(FsspecStore, transfer=self._transfer, retry=self._retry), (self._location,)
@@ -136,6 +143,7 @@ class FsspecStore:
             atomic_put=traits.atomic,
             remote=traits.remote,
             copies_reads=traits.publishing is not Publishing.MEMORY,
+            refused_characters=traits.refused,
         )
 
     # -- reading
@@ -165,7 +173,10 @@ class FsspecStore:
         if self._traits.publishing is Publishing.MEMORY:
             self._run("read", path, lambda fs, name: self._read_memory(fs, name, path, start, views))
         else:
-            self._run("read", path, lambda fs, name: self._read_range(fs, name, path, start, views))
+            # A call that was left behind may go on for long, and must not write into the caller's memory.
+            _scatter(
+                self._run("read", path, lambda fs, name: self._read_range(fs, name, path, start, size_bytes)), views
+            )
 
     def _read_memory(
         self, fs: AbstractFileSystem, name: str, path: str, start: int, views: Sequence[memoryview]
@@ -181,10 +192,7 @@ class FsspecStore:
                     copy_bytes(view, source)
                 start += len(view)
 
-    def _read_range(
-        self, fs: AbstractFileSystem, name: str, path: str, start: int, views: Sequence[memoryview]
-    ) -> None:
-        size_bytes = sum(map(len, views))
+    def _read_range(self, fs: AbstractFileSystem, name: str, path: str, start: int, size_bytes: int) -> memoryview:
         if reads_ranges(fs):
             try:
                 with _directories_as_absent(fs, name):
@@ -194,19 +202,15 @@ class FsspecStore:
                     # Some clients (obstore) have no word for a range that is not there.
                     self._check_range(path, start, size_bytes, self.head(path).size_bytes)
                 raise
-            if len(content) != size_bytes:
-                content = self._explain_length(path, start, size_bytes, content)
-            _scatter(content, views)
-            return
+            return content if len(content) == size_bytes else self._explain_length(path, start, size_bytes, content)
         with _directories_as_absent(fs, name), contextlib.closing(open_unbuffered(fs, name)) as file:
             file.seek(start)
             # Each read of a file object is a request.
-            content = views[0] if len(views) == 1 else memoryview(bytearray(size_bytes))
+            content = memoryview(bytearray(size_bytes))
             filled = fill(file, content)
         if filled < size_bytes:
             self._explain_length(path, start, size_bytes, memoryview(b""))
-        if len(views) > 1:
-            _scatter(content, views)
+        return content
 
     def _explain_length(self, path: str, start: int, size_bytes: int, content: memoryview) -> memoryview:
         """Bytes of another number than asked for: a range that was ignored, a short body or a short object."""
@@ -285,25 +289,34 @@ class FsspecStore:
         return self._put(path, only if isinstance(only, bytes) else b"".join(buffers))
 
     def _put(self, path: str, content: bytes) -> ObjectInfo:
+        begun: list[_Writing] = []
+
         def attempt(fs: AbstractFileSystem, name: str) -> ObjectInfo:
             whole_put = overrides(type(fs), "pipe_file") or overrides(type(fs), "_pipe_file")
             if self._traits.publishing is not Publishing.MOVE and whole_put:
                 fs.pipe_file(name, content)
                 return self._published(fs, name, path, len(content))
             writing = _Writing(self, path, len(content))
+            begun.append(writing)
             file = writing.open(fs, name)
             try:
                 for view in slices_of([content]):
                     write_all(file, view)
                 file.close()
-                return writing.publish(fs)
+                found = writing.publish(fs)
             except BaseException:
-                with contextlib.suppress(Exception):  # the failure itself is on its way
-                    writing.drop_file(file)
-                writing.discard()
+                # The failure itself is on its way.
+                writing.drop_file(file)
                 raise
+            begun.remove(writing)
+            return found
 
-        return self._run("write", path, attempt)
+        try:
+            return self._run("write", path, attempt)
+        finally:
+            # Not within the attempt: its connection may be gone.
+            for writing in begun:
+                writing.discard()
 
     def open_sink(
         self,
@@ -323,7 +336,7 @@ class FsspecStore:
         return StreamSink(
             parts,
             open_file=lambda: self._run("write", path, writing.open),
-            guard=lambda: self._translated("write", path),
+            guard=lambda call: self._once("write", path, call),
             publish=lambda: self._run("write", path, lambda fs, _name: writing.publish(fs)),
             drop_file=writing.drop_file,
             discard=writing.discard,
@@ -385,8 +398,11 @@ class FsspecStore:
                 name = self._name(opened, directory)
                 self._made.discard(name)
                 try:
-                    with self._turn():
-                        remove_directory(opened.filesystem, name)
+                    self._call(
+                        partial(remove_directory, opened.filesystem, name),
+                        what=f"remove {self._target(directory)}",
+                        limit_seconds=self._retry.deadline_seconds,
+                    )
                 except Exception:  # noqa: BLE001 - it holds something, somebody was faster, or it can't be done
                     break
                 directory = directory.rpartition("/")[0]
@@ -400,17 +416,22 @@ class FsspecStore:
 
     def _run(self, verb: str, path: str, action: Callable[[AbstractFileSystem, str], _T]) -> _T:
         """Run an action on the filesystem and the full name of a path, under the retry policy."""
-        check_name(path)
+        self._check_path(verb, path)
+        deadline = time.monotonic() + self._retry.deadline_seconds
         generation = 0
 
         def attempt() -> _T:
             nonlocal generation
             opened, generation = self._filesystem()
+            name = self._name(opened, path)
             try:
-                with self._turn():
-                    return action(opened.filesystem, self._name(opened, path))
+                return self._call(
+                    lambda: action(opened.filesystem, name),
+                    what=f"{verb} {self._target(path)}",
+                    limit_seconds=self._limit_seconds(deadline),
+                )
             except Exception as error:
-                self._hang_up(error, generation)
+                self._hang_up(error, opened, generation)
                 raise
 
         return self._policy.run(
@@ -421,42 +442,84 @@ class FsspecStore:
             scrub=self._location.scrub,
         )
 
-    @contextlib.contextmanager
-    def _translated(self, verb: str, path: str) -> Iterator[None]:
-        """For a call that can't be repeated."""
+    def _once(self, verb: str, path: str, call: Callable[[], _T]) -> _T:
+        """Run a call that can't be repeated."""
         try:
-            with self._turn():
-                yield
+            return self._call(call, what=f"{verb} {self._target(path)}", limit_seconds=self._retry.deadline_seconds)
         except DcpfsError:
             raise
         except Exception as error:  # noqa: BLE001 - raised again as what it means
-            self._hang_up(error, self._generation)
+            opened = self._opened
+            if opened is not None:
+                self._hang_up(error, opened, self._generation)
             self._raise(error, verb, path)
+
+    def _tidy(self, what: str, call: Callable[[], object]) -> None:
+        """Run a call whose failure nobody needs to hear of: what failed before it is on its way."""
+        with contextlib.suppress(Exception):
+            self._call(call, what=what, limit_seconds=self._retry.connect_timeout_seconds)
+
+    def _call(self, call: Callable[[], _T], *, what: str, limit_seconds: float) -> _T:
+        """Run a call of the filesystem: one at a time where it has to be, and none for ever."""
+        if in_bounded_call():
+            return call()
+        stalls = self._stalls
+        with self._serial if self._traits.serial else contextlib.nullcontext():
+            if not self._traits.remote:
+                return call()
+            if self._traits.serial and stalls != self._stalls:
+                raise TimeoutError("the connection stopped answering while this call waited for it")
+            return self._bounded(call, what=what, limit_seconds=limit_seconds)
+
+    def _bounded(self, call: Callable[[], _T], *, what: str, limit_seconds: float) -> _T:
+        try:
+            return self._threads.run(call, limit_seconds=limit_seconds, what=what)
+        except CallTimeoutError:
+            self._stalls += 1
+            raise
+
+    def _limit_seconds(self, deadline: float) -> float:
+        """How long a call may take: so long that a second one still can help."""
+        left = max(deadline - time.monotonic(), 0.001)
+        return max(left / 2, min(left, self._retry.read_timeout_seconds))
 
     def _raise(self, error: Exception, verb: str, path: str) -> NoReturn:
         failure = classify(error, verb=verb, target=self._target(path), scrub=self._location.scrub)
         raise failure.error from failure.error.__cause__
 
-    def _turn(self) -> contextlib.AbstractContextManager[object]:
-        return self._serial if self._traits.serial else contextlib.nullcontext()
+    def _start_in_this_process(self) -> None:
+        # A lock that was held as the process forked stays held in the child, and threads and sockets are the parent's.
+        if self._opened is not None:
+            _PARENTS.append(self._opened)
+        self._opening, self._serial, self._threads = threading.Lock(), threading.Lock(), CallThreads()
+        self._opened, self._pid = None, os.getpid()
 
     def _filesystem(self) -> tuple[OpenFilesystem, int]:
         """The filesystem of this process, and which one after how many renewals it is."""
-        pid = os.getpid()
-        if self._pid != pid:
-            # A lock that was held as the process forked stays held in the child, and sockets are the parent's.
-            if self._opened is not None:
-                _PARENTS.append(self._opened)
-            self._opening, self._serial, self._opened, self._pid = threading.Lock(), threading.RLock(), None, pid
+        if self._pid != os.getpid():
+            self._start_in_this_process()
         opened = self._opened
         if opened is not None:
             return opened, self._generation
+        stalls = self._stalls
         with self._opening:
             if self._closed.is_set():
                 raise StorageError(f"Can't use {self._location}: this store was closed")
             if self._opened is None:
-                self._opened = open_filesystem(self._location)
+                if stalls != self._stalls:
+                    raise TimeoutError("the server stopped answering while this call waited for a connection")
+                self._opened = self._open()
             return self._opened, self._generation
+
+    def _open(self) -> OpenFilesystem:
+        if not self._traits.remote:
+            return open_filesystem(self._location)
+        retry = self._retry
+        return self._bounded(
+            partial(open_filesystem, self._location),
+            what=f"open {self._location.redacted}",
+            limit_seconds=min(retry.connect_timeout_seconds + retry.read_timeout_seconds, retry.deadline_seconds),
+        )
 
     def _renew(self, generation: int) -> None:
         """Let go of the filesystem whose credentials expired, unless another thread was faster."""
@@ -465,9 +528,12 @@ class FsspecStore:
                 self._generation += 1
                 self._opened = None
 
-    def _hang_up(self, error: Exception, generation: int) -> None:
+    def _hang_up(self, error: Exception, opened: OpenFilesystem, generation: int) -> None:
         """After a failure of the one connection that some filesystems have: they never open another."""
-        if self._plain.scheme in _ONE_CONNECTION and fault_of(error) is Fault.TRANSIENT:
+        stalled = isinstance(error, CallTimeoutError)
+        if stalled:
+            disconnect(opened.filesystem)
+        if stalled or (self._plain.scheme in _ONE_CONNECTION and fault_of(error) is Fault.TRANSIENT):
             self._renew(generation)
 
     def _name(self, opened: OpenFilesystem, path: str) -> str:
@@ -483,7 +549,22 @@ class FsspecStore:
     def _target(self, path: str) -> str:
         return self._location.join(path).redacted if path else self._location.redacted
 
+    def _check_path(self, verb: str, path: str) -> None:
+        check_name(path)
+        if self._traits.refused:
+            self._check_characters(verb, path, self._target(path))
+
+    def _check_characters(self, verb: str, text: str, target: str) -> None:
+        found = sorted(set(text) & set(self._traits.refused))
+        if found:
+            named = " and ".join(map(repr, found))
+            raise ConfigError(
+                f"Can't {verb} {target}: the client of {self._plain.scheme}:// takes {named} in a name for syntax and "
+                "would use another name; choose one without"
+            )
+
     def _check_writable(self, verb: str, path: str) -> None:
+        self._check_path(verb, path)
         if self._traits.publishing is Publishing.NEVER:
             raise UnsupportedOperationError(
                 f"Can't {verb} {self._target(path)}: {self._location.scheme}:// is read-only here; "
@@ -499,13 +580,12 @@ class _Writing:
         self._path = path
         self._size_bytes = size_bytes
         self._moves = store._traits.publishing is Publishing.MOVE
-        self._fs: AbstractFileSystem | None = None
         self._name = ""
         self._own_name = ""
 
     def open(self, fs: AbstractFileSystem, name: str) -> FileWriter:
         """Open the file object; in a directory tree, make the directories first."""
-        self._fs, self._name = fs, name
+        self._name = name
         self._own_name = temporary_name(name) if self._moves else name
         if self._moves:
             directory = name.rpartition("/")[0]
@@ -524,25 +604,33 @@ class _Writing:
         self._store._made.add(directory)
 
     def publish(self, fs: AbstractFileSystem) -> ObjectInfo:
-        """After the close: check the size, and move the file to its name."""
+        """After the close: check the size, move the file to its name, and look whether it is there."""
         found = self._store._published(fs, self._own_name, self._path, self._size_bytes)
         if self._moves:
             move_file(fs, self._own_name, self._name)
+            try:
+                found = self._store._published(fs, self._name, self._path, self._size_bytes)
+            except FileNotFoundError:
+                raise StorageError(
+                    f"Can't write {self._store._target(self._path)}: it was moved to its name and is not there; choose "
+                    "a name without characters that the server takes for syntax"
+                ) from None
         return found
 
     def drop_file(self, file: FileWriter) -> None:
         """Get rid of the file object: under a temporary name it may be closed."""
-        if self._moves:
-            file.close()
-        else:
-            discard_file(file)
+        drop = file.close if self._moves else partial(discard_file, file)
+        self._store._tidy(f"give up writing {self._store._target(self._path)}", drop)
 
     def discard(self) -> None:
-        """Remove a file with a temporary name."""
-        if self._moves and self._fs is not None:
-            with contextlib.suppress(Exception), self._store._turn():
-                # Nothing may be there, and what failed before is what the caller must hear of.
-                self._fs.rm_file(self._own_name)
+        """Remove a file with a temporary name, on a new connection where that of the write is gone."""
+        if not self._moves or not self._own_name:
+            return
+        with contextlib.suppress(Exception):
+            # Nothing may be there, and what failed before is what the caller must hear of.
+            opened, _ = self._store._filesystem()
+            remove = partial(opened.filesystem.rm_file, self._own_name)
+            self._store._tidy(f"tidy up after {self._store._target(self._path)}", remove)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ each filesystem has its own words for an object's version and age.
 Way taken: `list_directory` lists one directory and raises what goes wrong; `move_file` uses a filesystem's
 own move, or else one copy and one removal; `read_bytes` reads one name, and `reads_ranges` says whether it knows
 ranges (sshfs takes ``start`` and ``end``, and reads the whole file); `open_unbuffered` and `fill` read a range
-and no more; `object_info` reads the words.
+and no more; `object_info` reads the words. Over HTTP a range is what the server says it sent: fsspec takes any body for
+the range that it asked for, and holds all of an object whose server knows no ranges.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import contextlib
 import datetime as dt
 import ftplib
 import inspect
+import re
+import socket
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Protocol, cast
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Readable",
+    "disconnect",
     "fill",
     "list_directory",
     "move_file",
@@ -44,6 +48,7 @@ __all__ = [
 
 _PIECE_BYTES = 1 << 20
 _CUT_SHORT = frozenset({"426", "450", "451"})
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/")
 
 
 def list_directory(fs: AbstractFileSystem, name: str) -> Sequence[tuple[str, Mapping[str, object]]]:
@@ -51,10 +56,11 @@ def list_directory(fs: AbstractFileSystem, name: str) -> Sequence[tuple[str, Map
     fs.invalidate_cache()
     try:
         found = fs.ls(name, detail=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
     except Exception as error:
-        if fault_of(error) is Fault.OTHER and fs.info(name).get("type") == "file":
+        fault = fault_of(error)
+        if fault is Fault.NOT_FOUND:
+            return []
+        if fault is Fault.OTHER and fs.info(name).get("type") == "file":
             # Some servers have no word for what is wrong with listing a file.
             return []
         raise
@@ -117,8 +123,13 @@ def reads_ranges(fs: AbstractFileSystem) -> bool:
 
 def read_bytes(fs: AbstractFileSystem, name: str, start: int | None = None, stop: int | None = None) -> bytes:
     """The bytes of a file, or a range of them; maybe more than that, or fewer."""
-    if start is not None and stop is not None and _is_ftp(fs):
-        return _read_ftp_range(fs, name, start, stop)
+    if start is not None and stop is not None:
+        if _is_ftp(fs):
+            return _read_ftp_range(fs, name, start, stop)
+        if _is_web(fs):
+            from fsspec.asyn import sync
+
+            return bytes(sync(fs.loop, _read_web_range, fs, name, start, stop))
     if not _is_dav(fs):
         return bytes(fs.cat_file(name, start=start, end=stop) if start is not None else fs.cat_file(name))
     # webdav4's file object asks for the whole file first, then for all from a seek on, and knows no encoded names.
@@ -150,6 +161,58 @@ def _read_ftp_range(fs: AbstractFileSystem, name: str, start: int, stop: int) ->
         if not pieces and fault_of(error) is not Fault.OTHER and str(error)[:3] not in _CUT_SHORT:
             raise
     return b"".join(pieces)
+
+
+async def _read_web_range(fs: AbstractFileSystem, url: str, start: int, stop: int) -> bytes:
+    """A range of what is at a URL: checked against what the server says it sent, or cut out of all of it."""
+    options = dict(fs.kwargs)
+    options["headers"] = {
+        **(options.get("headers") or {}),
+        "Range": f"bytes={start}-{stop - 1}",
+        "Accept-Encoding": "identity",  # a range of what is compressed is another
+    }
+    session = await fs.set_session()
+    async with session.get(fs.encode_url(url), **options) as response:
+        fs._raise_not_found_for_status(response, url)
+        skipped = start
+        if response.status == HTTPStatus.PARTIAL_CONTENT:
+            sent = _CONTENT_RANGE.match(response.headers.get("Content-Range", ""))
+            if sent is None or int(sent.group(1)) != start:
+                said = response.headers.get("Content-Range", "no Content-Range")
+                raise OSError(f"bytes {start}-{stop - 1} were asked for, and the server answered with {said!r}")
+            skipped = 0
+        content = bytearray()
+        # Of all of an object no more is kept than was asked for, and none is awaited that comes after it.
+        async for piece in response.content.iter_chunked(_PIECE_BYTES):
+            if skipped >= len(piece):
+                skipped -= len(piece)
+                continue
+            content += piece[skipped : skipped + stop - start - len(content)]
+            skipped = 0
+            if len(content) >= stop - start:
+                break
+        return bytes(content)
+
+
+def disconnect(fs: AbstractFileSystem) -> None:
+    """Cut the connection of a filesystem that no longer answers, where it has one: what waits for it fails."""
+    client = getattr(fs, "client", fs)
+    with contextlib.suppress(Exception):
+        # What can't be cut is left to whoever waits for it.
+        if _is_ftp(fs):
+            fs.ftp.sock.shutdown(socket.SHUT_RDWR)
+        elif type(fs).__module__ == "fsspec.implementations.smb":
+            from dcpfs.storage.smb_connections import cut_connection
+
+            cut_connection(fs.host, fs._port)
+        elif type(client).__module__.startswith("paramiko"):
+            client.close()
+        elif type(client).__module__.startswith("asyncssh"):
+            fs.loop.call_soon_threadsafe(client.abort)
+
+
+def _is_web(fs: AbstractFileSystem) -> bool:
+    return type(fs).__module__ == "fsspec.implementations.http"
 
 
 def _is_ftp(fs: AbstractFileSystem) -> bool:

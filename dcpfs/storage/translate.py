@@ -223,7 +223,8 @@ _TYPES: Mapping[Fault, str] = {
     Fault.CREDENTIALS: """botocore.NoCredentialsError botocore.PartialCredentialsError botocore.ProfileNotFound
         botocore.NoAuthTokenError botocore.SSOTokenLoadError botocore.UnauthorizedSSOTokenError
         botocore.LoginError botocore.ConfigNotFound azure.ClientAuthenticationError
-        google.DefaultCredentialsError asyncssh.PermissionDenied paramiko.AuthenticationException""",
+        google.DefaultCredentialsError asyncssh.PermissionDenied paramiko.AuthenticationException
+        smbprotocol.SMBAuthenticationError smbprotocol.LogonFailure""",
     Fault.EXPIRED: "botocore.CredentialRetrievalError botocore.TokenRetrievalError google.RefreshError",
     Fault.REGION: "botocore.NoRegionError botocore.UnknownRegionError botocore.InvalidRegionError",
     Fault.UNSUPPORTED: "UnsupportedOperation NotImplementedError",
@@ -238,7 +239,8 @@ _TYPES: Mapping[Fault, str] = {
         httpx.TransportError httpcore.NetworkError httpcore.TimeoutException azure.ServiceRequestError
         azure.ServiceResponseError azure.IncompleteReadError google.TransportError gcsfs.ChecksumError
         paramiko.SSHException asyncssh.DisconnectError asyncssh.ChannelOpenError asyncssh.SFTPConnectionLost
-        asyncssh.SFTPNoConnection         error_temp error_proto fsspec.FSTimeoutError xml.ParseError""",
+        asyncssh.SFTPNoConnection
+        smbprotocol.SMBConnectionClosed error_temp error_proto fsspec.FSTimeoutError xml.ParseError""",
 }
 """``library.Class``, or ``Class`` for Python's own. Of a class and its bases, the first that is listed counts."""
 
