@@ -7,10 +7,13 @@ storage clients read their own (AWS_*, fsspec's config files).
 
 from __future__ import annotations
 
+import difflib
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from dcpfs.errors import ConfigError
 
@@ -28,6 +31,7 @@ __all__ = [
     "TransferConfig",
     "Trust",
     "VerifyMode",
+    "retitled_error",
 ]
 
 _MIB = 1 << 20
@@ -102,6 +106,14 @@ class FrozenConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_close_fields(cls, value: object, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise retitled_error(error, cls.__name__, tuple(cls.model_fields)) from None
+
     @classmethod
     def given(cls, value: Self | None) -> Self:
         """What an argument of a public function was given, or the defaults for None.
@@ -116,6 +128,26 @@ class FrozenConfig(BaseModel):
                 f"a {type(value).__name__} was given that is no {cls.__name__}: give dcpfs.{cls.__name__}(...) or None"
             )
         return value
+
+
+def retitled_error(error: ValidationError, title: str, fields: Sequence[str] = ()) -> ValidationError:
+    """The same faults under another title.
+
+    Args:
+        error: Of pydantic.
+        title: What the settings are, and where they come from.
+        fields: The fields that there are, to tell the closest one to each name that is none.
+    """
+    faults = []
+    for fault in error.errors(include_url=False, include_context=False):
+        text, where = fault["msg"], fault["loc"]
+        if fault["type"] == "extra_forbidden" and len(where) == 1 and fields:
+            close = difflib.get_close_matches(str(where[0]).lower(), fields, n=1)
+            text = "There is no such setting" + (f"; did you mean {close[0]}?" if close else "")
+        # A text of ours has no placeholders; pydantic's are filled in by now.
+        kind = PydanticCustomError(fault["type"], text)
+        faults.append(InitErrorDetails(type=kind, loc=where, input=fault["input"]))
+    return ValidationError.from_exception_data(title, faults, hide_input=True)
 
 
 class TransferConfig(FrozenConfig):

@@ -5,8 +5,9 @@ URL that lost a slash then costs the first checkpoint. Settings get logged and s
 the store in them (case 114).
 
 Way taken: everything that can be checked without access is checked when the value is made. Unknown fields are errors.
-Every text form, `repr`, `model_dump` and JSON alike, masks what may be secret; pickling and copying keep it. So a dump
-can be read back only where no secret was in it, and is refused otherwise.
+Every text form, `repr`, `model_dump`, JSON and the `repr` of ``vars(config)`` alike, masks what may be secret; the
+fields themselves, pickling and copying keep it: a pickle of a config is not for logs. So a dump can be read back only
+where no secret was in it, and is refused otherwise.
 
 Flow: ``CheckpointConfig(...)``, `from_file`, `from_text`, `from_env` or `from_cosmos` → `save_location` and
 `load_location` when a store is about to be opened: only then a credentials file is read.
@@ -24,6 +25,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
@@ -42,9 +44,9 @@ from dcpfs.checkpointer.choices import (
 from dcpfs.checkpointer.config_sources import TextForm, decode_environment, decode_text, form_of_file, read_text
 from dcpfs.checkpointer.credentials import locate
 from dcpfs.checkpointer.layout import KEYS, check_iteration, check_key
-from dcpfs.checkpointer.mappings import MASK, FrozenMapping, StorageOptions
+from dcpfs.checkpointer.mappings import MASK, FrozenMapping, MaskedUrl, StorageOptions
 from dcpfs.checkpointer.renaming import Renaming
-from dcpfs.config import FrozenConfig, RetryConfig, TransferConfig, Trust
+from dcpfs.config import FrozenConfig, RetryConfig, TransferConfig, Trust, retitled_error
 from dcpfs.errors import ConfigError
 from dcpfs.storage.location import Location, redact_text
 
@@ -122,10 +124,16 @@ def _dump_rename(value: object) -> object:
     return dict(value) if isinstance(value, Mapping) else value if value is None else repr(value)
 
 
-_Url = Annotated[str, BeforeValidator(_check_url), PlainSerializer(redact_text, return_type=str)]
+_Url = Annotated[
+    str,
+    BeforeValidator(_check_url),
+    AfterValidator(MaskedUrl.where_secret),
+    PlainSerializer(redact_text, return_type=str),
+]
 _OptionalUrl = Annotated[
     str | None,
     BeforeValidator(_check_url),
+    AfterValidator(lambda url: None if url is None else MaskedUrl.where_secret(url)),
     PlainSerializer(lambda url: None if url is None else redact_text(url), return_type=str | None),
 ]
 _Options = Annotated[
@@ -282,13 +290,13 @@ class CheckpointConfig(FrozenConfig):
             MissingBackendError: The form's package is not installed.
             pydantic.ValidationError: A field is unknown or wrong.
         """
-        return cls.model_validate(decode_text(text, TextForm(form), section=section))
+        return cls._of(decode_text(text, TextForm(form), section=section), "the text", section)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], *, section: str | None = None) -> Self:
         """Read settings from a local file that ends in .json, .yaml, .yml or .toml; otherwise as `from_text`."""
-        form = form_of_file(path)
-        return cls.model_validate(decode_text(read_text(path), form, section=section, source=os.fspath(path)))
+        form, source = form_of_file(path), os.fspath(path)
+        return cls._of(decode_text(read_text(path), form, section=section, source=source), source, section)
 
     @classmethod
     def from_env(
@@ -319,7 +327,16 @@ class CheckpointConfig(FrozenConfig):
                 if isinstance(below, FrozenConfig):
                     settings[name] = {**below.model_dump(), **value}
             settings = {**{name: getattr(base, name) for name in base.model_fields_set}, **settings}
-        return cls.model_validate(settings)
+        return cls._of(settings, f"the environment ({prefix}…)")
+
+    @classmethod
+    def _of(cls, settings: Mapping[str, object], source: str, section: str | None = None) -> Self:
+        """Settings that were read somewhere, which their errors name."""
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            where = f"{source}, section {section}" if section else source
+            raise retitled_error(error, f"{cls.__name__} in {where}") from None
 
     @classmethod
     def from_cosmos(cls, checkpoint: object, job: object) -> Self:

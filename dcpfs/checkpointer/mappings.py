@@ -1,4 +1,4 @@
-"""Mappings that a frozen config can hold: nobody can change them, and what may be secret does not show.
+"""Values that a frozen config can hold: nobody can change them, and what may be secret does not show.
 
 Problem: a pydantic model that is frozen still hands out its dicts, so that whoever reads ``storage_options`` can change
 them for everybody. And the options of a storage client hold keys and tokens, which a ``repr`` in a log, a traceback or
@@ -6,7 +6,9 @@ a dumped config gives away (case 114). ``types.MappingProxyType`` stops the firs
 another process nor copied.
 
 Way taken: a small immutable mapping, and one for options on top whose text and dump show the names of the options and
-only those values that are known to be harmless. Code that opens a store reads the true values as from any mapping.
+only those values that are known to be harmless. Code that opens a store reads the true values as from any mapping. A
+URL with a secret in it is a text whose ``repr`` masks that, so that ``vars(config)`` or ``dict(config)`` in a log gives
+nothing away; as text it stays what it is, since whoever joins a name to it means the true one.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import NoReturn, TypeVar
 from dcpfs.errors import ConfigError
 from dcpfs.storage.location import redact_text
 
-__all__ = ["MASK", "FrozenMapping", "StorageOptions"]
+__all__ = ["MASK", "FrozenMapping", "MaskedUrl", "StorageOptions"]
 
 V_co = TypeVar("V_co", covariant=True)
 
@@ -44,6 +46,20 @@ _HARMLESS = frozenset(
     }
 )
 """Options whose values help whoever reads a log, and let nobody in. URLs among them are redacted."""
+
+
+class MaskedUrl(str):
+    """A URL whose ``repr`` shows no secret. Equal to the plain text."""
+
+    __slots__ = ()
+
+    @classmethod
+    def where_secret(cls, url: str) -> str:
+        """The URL itself, or where something in it must not show, one of these."""
+        return url if redact_text(url) == url else cls(url)
+
+    def __repr__(self) -> str:
+        return repr(redact_text(str(self)))
 
 
 class FrozenMapping(Mapping[str, V_co]):

@@ -141,6 +141,9 @@ def test_case_114_no_text_of_a_config_holds_a_secret() -> None:
         f"{config.load_storage_options}",
         str(CheckpointConfig.model_json_schema()),
         repr(config.save_location()),
+        str(vars(config)),
+        str(dict(config)),
+        f"{config!r} {[config.save_dir, config.load_path]}",
     ]
     for text in texts:
         assert not [secret for secret in SECRETS if secret in text]
@@ -164,6 +167,7 @@ def test_pickling_and_copying_keep_the_secrets() -> None:
         assert same.storage_options == OPTIONS
         assert same.save_location().storage_options == OPTIONS
         assert same.save_location().url == "ftp://user:pa55word@host/run"
+        assert f"{same.save_dir}/below" == "ftp://user:pa55word@host/run/below"
     assert cast("StorageOptions", config.storage_options).revealed() == OPTIONS
 
 
@@ -255,6 +259,29 @@ def test_settings_are_read_from_texts_and_files(text: str, form: str, tmp_path: 
         CheckpointConfig.from_file(file, section="trainer.check.x")
     with pytest.raises(pydantic.ValidationError, match="trainer"):
         CheckpointConfig.from_file(file)
+
+
+def test_what_is_wrong_in_a_file_is_said_with_its_name_and_section_and_the_closest_setting(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    fields = {"save_dir": "/run", "keepLast": 3, "transfer": {"concurency": 1}, "storage_options": ["hunter2"]}
+    path.write_text(json.dumps({"a": {"b": fields}}))
+    with pytest.raises(pydantic.ValidationError) as caught:
+        CheckpointConfig.from_file(path, section="a.b")
+    text = str(caught.value)
+    assert text.startswith(f"3 validation errors for CheckpointConfig in {path}, section a.b\n")
+    assert "keepLast\n  There is no such setting; did you mean keep_last?" in text
+    assert "transfer.concurency\n  There is no such setting; did you mean concurrency?" in text
+    assert "storage_options\n  Value error, a list was given: give a mapping of options" in text
+    assert "hunter2" not in text
+    assert "errors.pydantic.dev" not in text
+    with pytest.raises(pydantic.ValidationError, match=r"^1 validation error for CheckpointConfig in the text\n"):
+        CheckpointConfig.from_text("{}", "json")
+    with pytest.raises(pydantic.ValidationError, match=r"CheckpointConfig in the environment \(DCPFS_…\)\nkeep_last"):
+        CheckpointConfig.from_env(environ={"DCPFS_SAVE_DIR": "/run", "DCPFS_KEEP_LAST": "x"})
+    with pytest.raises(pydantic.ValidationError, match=r"for CheckpointConfig\nzzz\n  There is no such setting \["):
+        CheckpointConfig.model_validate({"save_dir": "/run", "zzz": 1})
+    with pytest.raises(pydantic.ValidationError, match="did you mean part_bytes"):
+        TransferConfig.model_validate({"part_byte": 1 << 20})
 
 
 @pytest.mark.parametrize(
