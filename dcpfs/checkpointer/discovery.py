@@ -94,10 +94,15 @@ def read_latest(store: Store, root: str = "") -> int | None:
     Raises:
         StorageError: The store could not be asked.
     """
+    return _read_pointer(store, root)[0]
+
+
+def _read_pointer(store: Store, root: str) -> tuple[int | None, bool]:
+    """What the file names, as `read_latest`; and whether there is one."""
     path = _join(root, LATEST_NAME)
     data = get_if_there(store, path)
     if data is None:
-        return None
+        return None, False
     iteration = parse_latest(data[:4096].decode("utf-8", "replace"))
     if iteration is None:
         logger.warning(
@@ -106,7 +111,7 @@ def read_latest(store: Store, root: str = "") -> int | None:
             data[:80],
             step_name(5),
         )
-    return iteration
+    return iteration, True
 
 
 def list_statuses(
@@ -199,7 +204,7 @@ class StepSearch:
             else:
                 self.skipped.append(status)
             return
-        self.latest = read_latest(self._store, self._root)
+        self.latest, has_pointer = _read_pointer(self._store, self._root)
         # A store without a listing, such as a web server, serves the step that is named.
         listable = self.latest is None or self._store.capabilities.listable
         iterations, alike = _list_names(self._store, self._root) if listable else ([], [])
@@ -223,6 +228,14 @@ class StepSearch:
             status = self._look(iteration, named=False) if found is None else found
             self.committed_ever = self.committed_ever or status.was_committed
             if status.is_complete:
+                if has_pointer:
+                    logger.warning(
+                        "%s: %s is taken instead, the newest usable step; %s names %s",
+                        self._location,
+                        step_name(iteration),
+                        LATEST_NAME,
+                        "none" if self.latest is None else step_name(self.latest),
+                    )
                 yield status
             elif status.state is not StepState.ABSENT:
                 self._skip(status)

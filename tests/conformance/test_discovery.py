@@ -126,7 +126,17 @@ def test_a_pointer_that_names_no_step_is_a_warning(local: Scene, text: str, capl
     assert len(caplog.text) < 1000
     assert chosen(local) is None
     local.commit(3, latest=False)
+    caplog.clear()
     assert chosen(local) == 3
+    assert f"iter_000000003 is taken instead, the newest usable step; {LATEST_NAME} names none" in caplog.text
+    local.commit(2, latest=False)
+    local.name_latest(9)
+    assert chosen(local) == 3
+    assert f"iter_000000003 is taken instead, the newest usable step; {LATEST_NAME} names iter_000000009" in caplog.text
+    local.name_latest(3)
+    caplog.clear()
+    assert chosen(local) == 3
+    assert not caplog.records
 
 
 def test_a_pointer_to_a_step_that_is_gone_falls_back_or_fails(scene: Scene) -> None:
