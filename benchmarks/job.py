@@ -46,6 +46,8 @@ class RoundFigures(_Value):
     moved_bytes: int | None = None
     connections: int | None = None
     server_cpu_seconds: float | None = None
+    blocked_seconds: float | None = None
+    """Until training may write its state again, where that is less than the whole call."""
 
 
 class Measured(_Value):
@@ -55,7 +57,7 @@ class Measured(_Value):
     verified: Literal[True]
     rounds: Annotated[tuple[RoundFigures, ...], Field(min_length=1)]
     needed_bytes: int
-    """Payload that all ranks together save or load in a round."""
+    """Payload that all ranks together save or load in a round; 0 where the question is not about payload."""
 
 
 class Prepared(_Value):

@@ -23,12 +23,12 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from . import client
-from .cases import CASES, Case, Operation
-from .contenders import Scope, is_floor
-from .figures import Entry, Figure, Missing, combine
+from .cases import CASES, Case, Client, Operation, case_of
+from .contenders import Role, Scope, is_floor, is_known
+from .figures import Entry, Figure, Missing, StepFigure, combine, combine_steps
+from .files import remove
 from .job import Absent, Failed, Job, Outcome, Prepared
-from .settings import PLACE_PREFIX, Setting, Target, client_environment
-from .verification import remove
+from .settings import PLACE_PREFIX, Link, Setting, Target, client_environment
 
 __all__ = ["Isolation", "Plan", "Runner", "order"]
 
@@ -46,7 +46,12 @@ class Isolation(str, enum.Enum):
 
 
 class Plan(BaseModel):
-    """What to run in one setting."""
+    """What to run in one setting.
+
+    Attributes:
+        place: The redacted URL, where there is one; else empty.
+        link: That was put in front of the server, beyond what the setting says.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,6 +63,8 @@ class Plan(BaseModel):
     rounds: int = 2
     timeout_seconds: float = 900.0
     isolation: Isolation = Isolation.PROCESS
+    place: str = ""
+    link: Link | None = None
 
 
 class Runner:
@@ -69,18 +76,19 @@ class Runner:
         self._tell = tell
         self._prepared: dict[str, Target] = {}
 
-    def run(self) -> Iterator[Figure | Missing]:
+    def run(self) -> Iterator[Figure | StepFigure | Missing]:
         """Carry the plan out; results come as they are there."""
         for name in self._plan.cases:
-            yield from self._run_case(CASES[name])
+            yield from self._run_case(case_of(name))
 
-    def _run_case(self, case: Case) -> Iterator[Figure | Missing]:
-        if self._plan.setting is Setting.MEMORY and case.sharded:
+    def _run_case(self, case: Case) -> Iterator[Figure | StepFigure | Missing]:
+        if self._place.in_process and case.sharded:
             self._tell(f"{case.name}: memory:// lives in one process, so nothing is shared by ranks")
             return
-        whole = not case.sharded and case.scope is Scope.WHOLE
-        waiting = [name for name in self._plan.contenders if whole or not is_floor(name)]
-        if case.operation is Operation.LOAD and self._plan.setting is not Setting.MEMORY:
+        waiting = self._contenders(case)
+        if not waiting:
+            self._tell(f"{case.name}: none of the contenders is about such a case")
+        if case.operation in (Operation.LOAD, Operation.DISCOVER) and not self._place.in_process:
             for contender in list(waiting):
                 if (missing := self._prepare(case, contender)) is not None:
                     waiting.remove(contender)
@@ -91,19 +99,32 @@ class Runner:
                 entry = self._entry(case, contender, repetition)
                 target = self._prepared.get(contender, self._place.child(f"{case.name}-{contender}"))
                 outcomes = self._clients(self._job(case, contender, target), case.world)
-                result = combine(entry, outcomes)
+                result = self._combine(case, entry, outcomes)
                 if isinstance(result, Missing):
                     waiting.remove(contender)
                     self._tell(f"{case.name} {contender}: {result.kind}: {result.reason}")
                     yield result
                     continue
-                last = result[-1]
-                self._tell(
-                    f"{case.name} {contender} #{repetition}: {last.gb_per_second:.2f} GB/s, "
-                    f"{last.cpu_seconds_per_gb:.2f} CPU-s/GB"
-                )
+                self._tell(f"{case.name} {contender} #{repetition}: {_summary(result[-1])}")
                 yield from result
         self._drop_prepared()
+
+    def _contenders(self, case: Case) -> list[str]:
+        known = [name for name in self._plan.contenders if is_known(name, case.role)]
+        if case.role is not Role.STORAGE or not (case.sharded or case.scope is Scope.PART):
+            return known
+        return [name for name in known if not is_floor(name)]
+
+    def _combine(
+        self, case: Case, entry: Entry, outcomes: Sequence[Outcome]
+    ) -> Sequence[Figure | StepFigure] | Missing:
+        if case.operation is Operation.CHECKPOINT:
+            return combine_steps(entry, "checkpointer", 0, outcomes)
+        if case.operation is Operation.DISCOVER:
+            return combine_steps(entry, "discovery", case.steps, outcomes)
+        if case.operation is Operation.RETAIN:
+            return combine_steps(entry, "retention", case.steps, outcomes)
+        return combine(entry, outcomes)
 
     def _prepare(self, case: Case, contender: str) -> Missing | None:
         target = self._place.child(f"{case.name}-{contender}-prepared")
@@ -125,7 +146,16 @@ class Runner:
         self._prepared.clear()
 
     def _entry(self, case: Case, contender: str, repetition: int) -> Entry:
-        return Entry(case=case.name, setting=self._plan.setting, contender=contender, repetition=repetition)
+        link = self._plan.link
+        return Entry(
+            case=case.name,
+            setting=self._plan.setting,
+            contender=contender,
+            repetition=repetition,
+            place=self._plan.place,
+            latency_ms=None if link is None else link.latency_ms,
+            mb_per_second_per_connection=None if link is None else link.mb_per_second_per_connection,
+        )
 
     def _job(self, case: Case, contender: str, target: Target) -> Job:
         return Job(
@@ -133,7 +163,7 @@ class Runner:
             contender=contender,
             target=target,
             size_bytes=self._plan.size_bytes,
-            rounds=self._plan.rounds,
+            rounds=1 if case.client is Client.FRESH else self._plan.rounds,
         )
 
     def _clients(self, job: Job, world: int) -> list[Outcome]:
@@ -141,6 +171,14 @@ class Runner:
             return [client.run(job)]
         with tempfile.TemporaryDirectory(prefix=PLACE_PREFIX) as directory:
             return _run_processes(job, world, Path(directory), self._plan.timeout_seconds)
+
+
+def _summary(last: Figure | StepFigure) -> str:
+    if isinstance(last, Figure):
+        return f"{last.gb_per_second:.2f} GB/s, {last.cpu_seconds_per_gb:.2f} CPU-s/GB"
+    requests = "" if last.requests is None else f", {last.requests} requests"
+    blocked = "" if last.blocked_seconds is None else f", training waits {last.blocked_seconds:.3f} s"
+    return f"{last.seconds:.3f} s, {last.cpu_seconds:.2f} CPU-s{blocked}{requests}"
 
 
 def _run_processes(job: Job, world: int, directory: Path, timeout_seconds: float) -> list[Outcome]:
@@ -159,7 +197,7 @@ def _run_processes(job: Job, world: int, directory: Path, timeout_seconds: float
                     stderr=stream,
                     text=True,
                     cwd=_REPOSITORY,
-                    env=client_environment(),
+                    env=client_environment(job.target),
                 )
             processes.append(process)
             if process.stdin is not None:
@@ -193,11 +231,10 @@ def _outcome(path: Path, reason: str | None, errors: Path) -> Outcome:
 
 
 def order(cases: Sequence[str]) -> tuple[str, ...]:
-    """Cases in the order of the table, each once.
+    """Cases in the order of the table, each once; after them those with other numbers of ranks or steps.
 
     Raises:
         ValueError: There is no such case.
     """
-    if unknown := [name for name in cases if name not in CASES]:
-        raise ValueError(f"no case is called {', '.join(unknown)}; there are {', '.join(CASES)}")
-    return tuple(name for name in CASES if not cases or name in cases)
+    named = {name: case_of(name) for name in cases}
+    return (*(name for name in CASES if not cases or name in named), *(name for name in named if name not in CASES))

@@ -79,6 +79,19 @@ class SinkConnection:
         listing = self._body(b"200").decode()
         return [piece.split("</Key>")[0] for piece in listing.split("<Key>")[1:]]
 
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """All objects below a prefix with their sizes in bytes."""
+        found: dict[str, int] = {}
+        while True:
+            after = f"&start-after={urllib.parse.quote(max(found), safe='')}" if found else ""
+            self._send("GET", f"{self._root}?list-type=2&prefix={urllib.parse.quote(prefix, safe='')}{after}")
+            rows = self._body(b"200").decode().split("<Contents>")[1:]
+            if not rows:
+                return found
+            for row in rows:
+                size = row.partition("<Size>")[2].partition("</Size>")[0]
+                found[row.partition("<Key>")[2].partition("</Key>")[0]] = int(size)
+
     def delete(self, key: str) -> None:
         """Delete an object."""
         self._send("DELETE", self._name(key))

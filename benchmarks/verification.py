@@ -11,57 +11,18 @@ What was loaded is compared directly.
 from __future__ import annotations
 
 import io
-import math
 import pickle
-from pathlib import PurePosixPath
-from typing import Protocol
+from dataclasses import dataclass
 
-import fsspec
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 
-from .settings import PLACE_PREFIX, Setting, Target
-from .sink_client import SinkConnection
+from .files import Files, open_files
+from .settings import Target
 from .workloads import State, TensorSpec, differences, first_row, local
 
-__all__ = ["check_loaded", "check_saved", "remove"]
-
-
-class _Files(Protocol):
-    def read(self, name: str) -> bytes: ...
-
-    def read_range(self, name: str, start: int, size_bytes: int) -> bytes: ...
-
-
-class _SinkFiles:
-    def __init__(self, target: Target) -> None:
-        if target.port is None:
-            raise ValueError("the sink has no port")
-        self._sink = SinkConnection(target.port, counted=False)
-        self._path = target.path
-
-    def read(self, name: str) -> bytes:
-        return self._sink.get(f"{self._path}/{name}")
-
-    def read_range(self, name: str, start: int, size_bytes: int) -> bytes:
-        data = bytearray(size_bytes)
-        self._sink.get_into(f"{self._path}/{name}", [memoryview(data)], start)
-        return bytes(data)
-
-
-class _FsspecFiles:
-    def __init__(self, target: Target) -> None:
-        self._fs = fsspec.filesystem("memory" if target.setting is Setting.MEMORY else "file")
-        self._path = target.path
-
-    def read(self, name: str) -> bytes:
-        data: bytes = self._fs.cat_file(f"{self._path}/{name}")
-        return data
-
-    def read_range(self, name: str, start: int, size_bytes: int) -> bytes:
-        data: bytes = self._fs.cat_file(f"{self._path}/{name}", start=start, end=start + size_bytes)
-        return data
+__all__ = ["check_loaded", "check_saved"]
 
 
 def check_loaded(state: State, tensors: tuple[TensorSpec, ...], mesh: DeviceMesh | None) -> str | None:
@@ -75,54 +36,63 @@ def check_loaded(state: State, tensors: tuple[TensorSpec, ...], mesh: DeviceMesh
 
 def check_saved(target: Target, tensors: tuple[TensorSpec, ...]) -> str | None:
     """Read a checkpoint in torch's format and compare it; the first difference in words, or None."""
-    files: _Files = _SinkFiles(target) if target.setting.is_s3 else _FsspecFiles(target)
-    metadata = pickle.loads(files.read(".metadata"))
-    if not isinstance(metadata, Metadata):
-        return f".metadata holds a {type(metadata).__name__}"
-    for spec in tensors:
-        if (found := _check_tensor(files, metadata, spec)) is not None:
-            return found
-    return None
+    files = open_files(target)
+    try:
+        metadata = pickle.loads(files.read(".metadata"))
+        if not isinstance(metadata, Metadata):
+            return f".metadata holds a {type(metadata).__name__}"
+        chunks: list[_Chunk] = []
+        for spec in tensors:
+            found = _find_chunks(metadata, spec)
+            if isinstance(found, str):
+                return found
+            chunks += found
+        # In the order of the files, so that a store far away is asked for long runs of bytes.
+        for chunk in sorted(chunks, key=lambda each: (each.file, each.offset)):
+            if (wrong := _check_chunk(files, chunk)) is not None:
+                return wrong
+        return None
+    finally:
+        files.close()
 
 
-def remove(target: Target) -> None:
-    """Delete a checkpoint. It need not be there.
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Rows of a tensor, and the entry that holds them."""
 
-    Raises:
-        ValueError: It does not lie in a place of the benchmarks: nothing else is ever deleted.
-    """
-    if target.setting.is_s3:
-        if target.port is None:
-            raise ValueError("the sink has no port")
-        sink = SinkConnection(target.port, counted=False)
-        sink.delete_below(f"{target.path}/")
-        sink.close()
-        return
-    filesystem = fsspec.filesystem("memory" if target.setting is Setting.MEMORY else "file")
-    if not any(part.startswith(PLACE_PREFIX) for part in PurePosixPath(target.path).parts[:-1]):
-        raise ValueError(f"{target.path} is no checkpoint of a benchmark")
-    if filesystem.exists(target.path):
-        filesystem.rm(target.path, recursive=True)
+    spec: TensorSpec
+    first_row: int
+    rows: int
+    file: str
+    offset: int
+    size_bytes: int
 
 
-def _check_tensor(files: _Files, metadata: Metadata, spec: TensorSpec) -> str | None:
+def _find_chunks(metadata: Metadata, spec: TensorSpec) -> list[_Chunk] | str:
+    """The chunks of a tensor, which together are all of its rows, each once; else what is wrong."""
     described = metadata.state_dict_metadata.get(spec.key)
     if not isinstance(described, TensorStorageMetadata):
         return f"{spec.key}: not in the checkpoint"
     if tuple(described.size) != spec.shape or described.properties.dtype != spec.dtype:
         return f"{spec.key}: described as {described.properties.dtype} {tuple(described.size)}"
-    elements = 0
+    chunks = []
     for chunk in described.chunks:
         if any(chunk.offsets[1:]) or tuple(chunk.sizes[1:]) != spec.shape[1:]:
             return f"{spec.key}: a chunk is no run of rows"
         entry = metadata.storage_data[MetadataIndex(spec.key, chunk.offsets)]
-        data = files.read_range(entry.relative_path, entry.offset, entry.length)
-        rows = torch.load(io.BytesIO(data), weights_only=True)
-        if tuple(rows.shape) != tuple(chunk.sizes):
-            return f"{spec.key}: a chunk is of shape {tuple(rows.shape)} instead of {tuple(chunk.sizes)}"
-        if (found := differences(spec, rows, chunk.offsets[0])) is not None:
-            return found
-        elements += math.prod(chunk.sizes)
-    if elements != math.prod(spec.shape):
-        return f"{spec.key}: {elements} elements stored instead of {math.prod(spec.shape)}"
-    return None
+        chunks.append(_Chunk(spec, chunk.offsets[0], chunk.sizes[0], entry.relative_path, entry.offset, entry.length))
+    row = 0
+    for each in sorted(chunks, key=lambda each: each.first_row):
+        if each.rows and each.first_row != row:
+            return f"{spec.key}: row {min(row, each.first_row)} is not stored exactly once"
+        row += each.rows
+    return chunks if row == spec.shape[0] else f"{spec.key}: {row} rows stored instead of {spec.shape[0]}"
+
+
+def _check_chunk(files: Files, chunk: _Chunk) -> str | None:
+    data = files.read_range(chunk.file, chunk.offset, chunk.size_bytes)
+    rows = torch.load(io.BytesIO(data), weights_only=True)
+    expected = (chunk.rows, *chunk.spec.shape[1:])
+    if tuple(rows.shape) != expected:
+        return f"{chunk.spec.key}: a chunk is of shape {tuple(rows.shape)} instead of {expected}"
+    return differences(chunk.spec, rows, chunk.first_row)

@@ -1,25 +1,28 @@
 """What the machine allows: the same bytes with no library, no format, no checksum and no plan in between.
 
 The state is taken as one run of bytes in the order of its keys, cut into parts of 16 MiB that name tensor
-memory directly. Sockets: four threads, a connection each, kept between calls. Files: two threads of pwritev
-and preadv.
+memory directly. Sockets: four threads, a connection each, kept between calls. A plain client: the filesystem's own
+put and get, four at a time, which take and give parts as bytes. Files: two threads of pwritev and preadv. A copy: one
+file, by the kernel, as ``cp`` does it.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
+from ..files import filesystem_of
 from ..settings import Target
 from ..sink_client import SinkConnection
 from ..workloads import State
 from . import Layout, Scope
 
-__all__ = ["Files", "Memcpy", "Sockets"]
+__all__ = ["FileCopy", "Files", "Memcpy", "PlainClient", "Sockets"]
 
 _PART_BYTES = 16 << 20
 _VECTOR = 512
@@ -90,6 +93,42 @@ class Sockets:
             list(pool.map(run, _parts(state)))
 
 
+class PlainClient:
+    """The filesystem's own ``pipe_file`` and ``cat_file``, one object a part."""
+
+    layout = Layout.PRIVATE
+    sharding = False
+
+    def available(self) -> str | None:
+        """Always."""
+        return None
+
+    def save(self, state: State, target: Target) -> None:
+        """Put every part."""
+        filesystem, root = filesystem_of(target)
+        filesystem.makedirs(root, exist_ok=True)
+
+        def put(part: _Part) -> None:
+            filesystem.pipe_file(f"{root}/{part.number:05d}", b"".join(part.views))
+
+        with ThreadPoolExecutor(_SOCKETS) as pool:
+            list(pool.map(put, _parts(state)))
+
+    def load(self, template: State, target: Target, scope: Scope) -> None:
+        """Get every part."""
+        del scope
+        filesystem, root = filesystem_of(target)
+
+        def get(part: _Part) -> None:
+            data = memoryview(filesystem.cat_file(f"{root}/{part.number:05d}"))
+            for view in part.views:
+                view[:] = data[: len(view)]
+                data = data[len(view) :]
+
+        with ThreadPoolExecutor(_SOCKETS) as pool:
+            list(pool.map(get, _parts(template)))
+
+
 class Files:
     """One file, positioned vectored I/O, an fsync at the end."""
 
@@ -102,26 +141,80 @@ class Files:
 
     def save(self, state: State, target: Target) -> None:
         """Write every part."""
-        os.makedirs(target.path, exist_ok=True)
-        descriptor = os.open(f"{target.path}/data", os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            self._each(state, lambda part: _move(os.pwritev, descriptor, part))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _write(state, f"{_directory(target)}/data")
 
     def load(self, template: State, target: Target, scope: Scope) -> None:
         """Read every part."""
         del scope
-        descriptor = os.open(f"{target.path}/data", os.O_RDONLY)
-        try:
-            self._each(template, lambda part: _move(os.preadv, descriptor, part))
-        finally:
-            os.close(descriptor)
+        _read(template, f"{_directory(target)}/data")
 
-    def _each(self, state: State, run: Callable[[_Part], None]) -> None:
-        with ThreadPoolExecutor(_FILE_THREADS) as pool:
-            list(pool.map(run, _parts(state)))
+
+class FileCopy:
+    """``cp`` of one file with the same bytes. It is written before the clock starts, and read after it has stopped."""
+
+    layout = Layout.PRIVATE
+    sharding = False
+
+    def available(self) -> str | None:
+        """None where the system has pwritev."""
+        return None if hasattr(os, "pwritev") else "no pwritev on this system"
+
+    def arrange(self, state: State, target: Target) -> None:
+        """Write what will be copied."""
+        _write(state, f"{_directory(target)}/source")
+
+    def save(self, state: State, target: Target) -> None:
+        """Copy it, and see to it that the copy is on the device."""
+        del state
+        _copy(f"{_directory(target)}/source", f"{_directory(target)}/data")
+
+    def load(self, template: State, target: Target, scope: Scope) -> None:
+        """Copy it back."""
+        del template, scope
+        _copy(f"{_directory(target)}/data", f"{_directory(target)}/copy")
+
+    def settle(self, template: State, target: Target) -> None:
+        """Read the second copy."""
+        _read(template, f"{_directory(target)}/copy")
+        os.unlink(f"{_directory(target)}/copy")
+
+
+def _copy(source: str, target: str) -> None:
+    shutil.copyfile(source, target)
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write(state: State, path: str) -> None:
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    try:
+        _in_parts(state, lambda part: _move(os.pwritev, descriptor, part))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(template: State, path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        _in_parts(template, lambda part: _move(os.preadv, descriptor, part))
+    finally:
+        os.close(descriptor)
+
+
+def _in_parts(state: State, run: Callable[[_Part], None]) -> None:
+    with ThreadPoolExecutor(_FILE_THREADS) as pool:
+        list(pool.map(run, _parts(state)))
+
+
+def _directory(target: Target) -> str:
+    if target.directory is None:
+        raise ValueError(f"this floor is about local files, not {target.scheme}")
+    return target.directory
 
 
 def _move(call: Callable[[int, list[memoryview], int], int], descriptor: int, part: _Part) -> None:

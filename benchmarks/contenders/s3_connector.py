@@ -1,7 +1,8 @@
-"""s3torchconnector: AWS's own client for torch, on the Common Runtime, with its DCP-optimized reader.
+"""s3torchconnector: AWS's own client for torch, on the Common Runtime, with each kind of its readers.
 
 Its DCP classes take no endpoint, so their client is replaced by one that has it; nothing else is changed from
-the defaults (8 MiB parts, one writer thread, 10 Gbit/s as the target for its connections).
+the defaults (8 MiB parts, one writer thread, 10 Gbit/s as the target for its connections). Keys come from the
+environment, the only place where it looks for them.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import importlib.util
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from ..settings import REGION, Target
+from ..settings import S3Access, Target
 from ..workloads import State
 from . import Layout, Scope
 
-__all__ = ["S3TorchConnector"]
+__all__ = ["S3TorchConnector", "S3TorchConnectorRangeBased", "S3TorchConnectorSequential"]
 
 
 class S3TorchConnector:
-    """``S3StorageWriter`` and ``S3StorageReader``."""
+    """``S3StorageWriter`` and ``S3StorageReader`` with its default, the DCP-optimized reader."""
 
     layout = Layout.DCP
     sharding = True
+    reader = "dcp_optimized"
+    """Name of the constructor in ``S3ReaderConstructor``."""
 
     def available(self) -> str | None:
         """Absent when the package is."""
@@ -36,20 +39,40 @@ class S3TorchConnector:
         from s3torchconnector._s3client import S3Client
         from s3torchconnector.dcp import S3StorageWriter
 
-        config = S3ClientConfig(force_path_style=True)
-        writer = S3StorageWriter(REGION, target.url, s3client_config=config)
-        client = S3Client(REGION, endpoint=target.endpoint, s3client_config=config)
+        config, access = S3ClientConfig(force_path_style=True), _access(target)
+        writer = S3StorageWriter(access.region, target.url, s3client_config=config)
+        client = S3Client(access.region, endpoint=access.endpoint, s3client_config=config)
         writer.fs._client = client  # type: ignore[attr-defined] # declared as torch's file system
         save(state, storage_writer=writer)
 
     def load(self, template: State, target: Target, scope: Scope) -> None:
         """Load."""
-        from s3torchconnector import S3ClientConfig
+        from s3torchconnector import S3ClientConfig, S3ReaderConstructor
         from s3torchconnector._s3client import S3Client
         from s3torchconnector.dcp import S3StorageReader
 
         del scope
-        config = S3ClientConfig(force_path_style=True)
-        reader = S3StorageReader(REGION, target.url, s3client_config=config)
-        reader.fs._client = S3Client(REGION, endpoint=target.endpoint, s3client_config=config)
+        config, access = S3ClientConfig(force_path_style=True), _access(target)
+        constructor = getattr(S3ReaderConstructor, self.reader)()
+        reader = S3StorageReader(access.region, target.url, s3client_config=config, reader_constructor=constructor)
+        reader.fs._client = S3Client(access.region, endpoint=access.endpoint, s3client_config=config)
         load(template, storage_reader=reader)
+
+
+class S3TorchConnectorSequential(S3TorchConnector):
+    """Its reader that fetches an object from the beginning."""
+
+    reader = "sequential"
+
+
+class S3TorchConnectorRangeBased(S3TorchConnector):
+    """Its reader that fetches what is asked for, through a buffer."""
+
+    reader = "range_based"
+
+
+def _access(target: Target) -> S3Access:
+    access = target.s3()
+    if access is None:
+        raise ValueError(f"s3torchconnector speaks S3 only, not {target.scheme}")
+    return access

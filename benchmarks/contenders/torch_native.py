@@ -1,4 +1,4 @@
-"""torch's own storage classes: local files with one and four writer threads, and any fsspec filesystem.
+"""torch's own storage classes: local files with one, two and four writer threads, and any fsspec filesystem.
 
 ``sync_files`` is off for fsspec: the classes would call ``os.sync()`` after each remote file, which flushes
 nothing of theirs and waits for everybody else's. Local files keep torch's default, an fsync, as dcpfs has by
@@ -16,7 +16,7 @@ from ..settings import Target
 from ..workloads import State
 from . import Layout, Scope
 
-__all__ = ["TorchFourThreads", "TorchFsspec", "TorchOneThread"]
+__all__ = ["TorchFourThreads", "TorchFsspec", "TorchOneThread", "TorchTwoThreads"]
 
 
 class TorchOneThread:
@@ -32,12 +32,18 @@ class TorchOneThread:
 
     def save(self, state: State, target: Target) -> None:
         """Save."""
-        save(state, storage_writer=FileSystemWriter(target.path, thread_count=self.threads))
+        save(state, storage_writer=FileSystemWriter(_directory(target), thread_count=self.threads))
 
     def load(self, template: State, target: Target, scope: Scope) -> None:
         """Load."""
         del scope
-        load(template, storage_reader=FileSystemReader(target.path))
+        load(template, storage_reader=FileSystemReader(_directory(target)))
+
+
+class TorchTwoThreads(TorchOneThread):
+    """The same with two writer threads (and so two files)."""
+
+    threads = 2
 
 
 class TorchFourThreads(TorchOneThread):
@@ -65,3 +71,9 @@ class TorchFsspec:
         """Load."""
         del scope
         load(template, storage_reader=FsspecReader(target.url, **target.storage_options()))
+
+
+def _directory(target: Target) -> str:
+    if target.directory is None:
+        raise ValueError(f"FileSystemWriter takes local files only, not {target.scheme}")
+    return target.directory

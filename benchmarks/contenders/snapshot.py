@@ -1,0 +1,71 @@
+"""torchsnapshot: the library that first bounded a save's memory, no longer maintained.
+
+0.1.0, the last release, still runs on torch 2.13 for whole tensors on local files, with a warning and with
+``importlib_metadata``, which it imports without asking for it. Its S3 plugin takes no endpoint, and its DTensor support
+knows torch's classes of 2023, so it takes no part in these. It does not sync files; that is done for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from pathlib import Path
+
+from ..settings import Target
+from ..workloads import State
+from . import Layout, Scope
+
+__all__ = ["Snapshots"]
+
+
+class Snapshots:
+    """``Snapshot.take`` and ``restore`` of one flat state."""
+
+    layout = Layout.PRIVATE
+    sharding = False
+    loads_parts = True
+
+    def available(self) -> str | None:
+        """Absent when the package, or what it needs, is."""
+        absent = [name for name in ("torchsnapshot", "importlib_metadata") if importlib.util.find_spec(name) is None]
+        return f"{', '.join(absent)} is not installed" if absent else None
+
+    def save(self, state: State, target: Target) -> None:
+        """Save."""
+        from torchsnapshot import Snapshot, StateDict  # type: ignore[import-not-found, unused-ignore] # optional
+
+        directory = _directory(target)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            Snapshot.take(directory, {"state": StateDict(**state)})
+        for path in Path(directory).rglob("*"):
+            if path.is_file():
+                _sync(path)
+
+    def load(self, template: State, target: Target, scope: Scope) -> None:
+        """Load into the template; part of it, by asking for its objects one by one."""
+        from torchsnapshot import Snapshot, StateDict
+
+        snapshot = Snapshot(_directory(target))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if scope is Scope.WHOLE:
+                snapshot.restore({"state": StateDict(**template)})
+                return
+            for key, tensor in template.items():
+                snapshot.read_object(f"0/state/{key}", obj_out=tensor)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _directory(target: Target) -> str:
+    if target.directory is None:
+        raise ValueError(f"torchsnapshot is used for local files only, not {target.scheme}")
+    return target.directory
