@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import nn
 
+from dcpfs.checkpointer.arguments import check_arguments
 from dcpfs.checkpointer.assembly import make_phases, make_saver, make_search, share_settings, strictness_of
 from dcpfs.checkpointer.callbacks import CheckpointCallbacks
 from dcpfs.checkpointer.choices import Access, AsyncMode, WorldSizePolicy
@@ -319,8 +320,8 @@ class DistributedCheckpointer:
             iteration: Of the step; the same on all ranks.
             dataloader: As for `load`.
             trainer: As for `load`; plain values must be equal on all ranks.
-            metric: What ``keep_best`` compares, e.g. a validation loss; the first rank's counts. NaN or infinite: the
-                step is saved without one.
+            metric: What ``keep_best`` compares, e.g. a validation loss; the same on all ranks, or None on all but the
+                first. NaN or infinite: the step is saved without one.
             last: This is the closing save: with ``last_save_model_only`` the model alone, in ``export_dtype``. Such a
                 step can't be resumed from, so ``latest_checkpoint.txt`` goes on naming the one before.
 
@@ -335,6 +336,7 @@ class DistributedCheckpointer:
 
         def gather() -> Parts:
             if only_model:
+                check_arguments({"model_parts": model_parts, "iteration": iteration})
                 return Parts.of_training(model_parts, None, None, None)
             return self._training(iteration, model_parts, optimizer, scheduler, grad_scaler, dataloader, trainer)
 
@@ -364,11 +366,11 @@ class DistributedCheckpointer:
         error: BaseException | None = None
         parts = Parts()
         try:
-            check_iteration(iteration)
             self._verdicts.raise_own_late()
+            parts = gather()
+            check_iteration(iteration)
             if not self._directory.probed:
                 self.probe()
-            parts = gather()
             self._callbacks.on_save_checkpoint_start(parts.model_parts, iteration)
             states = self._states(parts, exports=exports)
             step = plan_states(
@@ -565,6 +567,15 @@ class DistributedCheckpointer:
         dataloader: object,
         trainer: object,
     ) -> Parts:
+        check_arguments(
+            {
+                "model_parts": model,
+                "optimizer": optimizer,
+                "scheduler": scheduler,
+                "grad_scaler": grad_scaler,
+                "iteration": iteration,
+            }
+        )
         parts = Parts.of_training(model, optimizer, scheduler, dataloader)
         self._add_trainer(parts, iteration, trainer, grad_scaler)
         return parts

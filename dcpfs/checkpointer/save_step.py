@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import struct
 import sys
 import time
 import uuid
@@ -75,6 +76,7 @@ _logger = logging.getLogger(__name__)
 _STATES = tuple(ClaimState)
 _SHIFTS = (96, 64, 32, 0)
 _WORD = 0xFFFFFFFF
+_NO_METRIC = -(1 << 63)
 
 
 def save_step(
@@ -255,9 +257,12 @@ class _Save:
             -iteration,
             *((own_id >> shift) & _WORD for shift in _SHIFTS),
             claim.first_file_number if claim is not None else 0,
+            *_encode_metric(None if self._step is None else self._step.metric),
         ]
-        failed, state, most, least, last, first, *identity, self._first_file_number = self._ranks.largest(words)
-        if failed or last != -first:
+        together = self._ranks.largest(words)
+        failed, state, most, least, last, first, *identity, self._first_file_number, upper, lower = together
+        metrics = _decode_metrics(upper, lower)
+        if failed or last != -first or len(metrics) > 1:
             self._stragglers = Stragglers.NONE  # all ranks know that there is nothing to write
         if failed:
             self._ranks.agree(self._error)
@@ -265,6 +270,12 @@ class _Save:
             raise ConfigError(
                 f"can't save to {context.save_dir.redacted}: one rank saves iteration {-first} and another {last}; "
                 "call save with the same iteration on all ranks"
+            )
+        if len(metrics) > 1:
+            raise ConfigError(
+                f"can't save iteration {iteration} to {context.save_dir.redacted}: one rank gives the metric "
+                f"{metrics[0]} and another {metrics[1]}; give the same on all ranks, e.g. their mean, or None on all but "
+                "the first"
             )
         self.save_id = f"{sum(word << shift for word, shift in zip(identity, _SHIFTS, strict=True)):032x}"
         return _STATES[state], most == -least and most > 0
@@ -441,6 +452,24 @@ class _Save:
         if self._claim is None:
             raise RuntimeError("the step was not claimed")
         return self._claim
+
+
+def _encode_metric(metric: float | None) -> tuple[int, int]:
+    """Two words of which the largest over all ranks tell whether two ranks have different ones. None differs from none.
+
+    A metric is finite: its bits, and their negative, are above the least of 64 bits, which stands for None.
+    """
+    if metric is None:
+        return _NO_METRIC, _NO_METRIC
+    (bits,) = struct.unpack("<q", struct.pack("<d", metric + 0.0))  # no negative zero, which equals the other one
+    return bits, -bits
+
+
+def _decode_metrics(upper: int, lower: int) -> list[float]:
+    """The metrics that were given: none, one, or two of those that differ."""
+    if upper == _NO_METRIC:
+        return []
+    return [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in dict.fromkeys((upper, -lower))]
 
 
 def _rank_files_of(collected: Sequence[_Written]) -> dict[str, dict[int, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -115,19 +116,19 @@ def fail_in_every_phase(root: str, mode: str) -> tuple[Outcomes, list[int], list
         fail("start", lambda: setattr(callback, "fails_in", f"start {iteration}"))
         fail("callback", lambda: setattr(callback, "fails_in", "state"))
 
-        def save_at(iteration: int) -> None:
-            job.save(checkpointer, iteration)
+        def save_at(iteration: int, metric: float | None = None) -> None:
+            job.save(checkpointer, iteration, metric=metric)
             checkpointer.wait()
 
         outcomes["iterations"] = attempt(lambda: save_at(50 + rank))
         outcomes["negative"] = attempt(lambda: save_at(-rank))
+        outcomes["metrics"] = attempt(lambda: save_at(52, (-0.5, -2.25)[rank]))
         assert checkpointer.steps() == [2]
         # What a callback raises about a step that is committed comes with the next collective call.
         callback.fails_in = "success 60" if rank else ""
-        job.save(checkpointer, 60)
+        job.save(checkpointer, 60, metric=(-0.0, 0.0)[rank])
         outcomes["success"] = attempt(checkpointer.wait)
-        job.save(checkpointer, 61)
-        checkpointer.wait()
+        save_at(61, (1.5, None)[rank])
         steps = checkpointer.steps()
         assert fresh.load(checkpointer) == 61
         assert_same(fresh.whole(), job.whole())
@@ -140,6 +141,8 @@ def test_cases_2_49_101_109_a_failure_of_one_rank_in_any_phase_is_that_of_all(tm
         fail_in_every_phase, 2, str(tmp_path), mode, timeout_seconds=200
     )
     assert steps == other_steps == [2, 60, 61]
+    manifests = [json.loads((tmp_path / f"iter_{step:09}" / "manifest.json").read_text()) for step in steps]
+    assert [manifest["metric"] for manifest in manifests] == [None, 0.0, 1.5]
     words = {
         "state": "the user's state is broken",
         "value": "callable",
@@ -154,6 +157,7 @@ def test_cases_2_49_101_109_a_failure_of_one_rank_in_any_phase_is_that_of_all(tm
         "callback": "the callback fails in state",
         "iterations": "one rank saves iteration 50 and another 51",
         "negative": "-1",
+        "metrics": "one rank gives the metric -2.25 and another -0.5; give the same on all ranks",
         "success": "the callback fails in success 60",
     }
     assert first.keys() == words.keys()
