@@ -1,16 +1,24 @@
 """Every writer and every reader of DCP checkpoints that dcpfs must understand, behind two functions.
 
-Flow: ``write(Writer.FSSPEC, state, place)`` and then ``read(Reader.LOAD, template, place)``. A `Place` says where, and
-carries the credentials of a server. What a peer needs beyond a URL (torch's fsspec writer drops its options, the
-S3 connector takes its endpoint from a client) is done here.
+Flow: ``with connect_peers(server):`` ``write(Writer.FSSPEC, state, place)`` and then ``read(Reader.LOAD, template,
+place)``. A `Place` says where, and carries the credentials of a server. What a peer needs beyond a URL (torch's fsspec
+writer drops its options, the S3 connector takes its endpoint from a client and its credentials from the environment,
+multi-storage-client both from a file) is done here. obstore's class stands for the scheme ``obs3`` beside the one that
+fsspec knows for ``s3``, with the options of `obstore_options`.
 """
 
 from __future__ import annotations
 
 import enum
 import importlib.util
-from collections.abc import Mapping
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -21,10 +29,26 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 import dcpfs
+from dcpfs.testing.servers import S3Server
 
-__all__ = ["HAS_CONNECTOR", "Place", "Reader", "Writer", "read", "readers_of", "write", "writers_of"]
+__all__ = [
+    "HAS_CONNECTOR",
+    "HAS_MULTI_STORAGE",
+    "Place",
+    "Reader",
+    "Writer",
+    "connect_peers",
+    "obstore_options",
+    "obstore_scheme",
+    "read",
+    "readers_of",
+    "storage_reader",
+    "write",
+    "writers_of",
+]
 
 HAS_CONNECTOR = importlib.util.find_spec("s3torchconnector") is not None
+HAS_MULTI_STORAGE = importlib.util.find_spec("multistorageclient") is not None
 
 
 @dataclass(frozen=True)
@@ -45,6 +69,9 @@ class Writer(enum.Enum):
     FILES_EACH = "FileSystemWriter, a file per item"
     FSSPEC = "FsspecWriter"
     CONNECTOR = "S3StorageWriter"
+    CONNECTOR_PREFIXES = "S3StorageWriter, 2 threads, names with a prefix"
+    MULTI_STORAGE = "MultiStorageFileSystemWriter"
+    MULTI_STORAGE_THREADS = "MultiStorageFileSystemWriter, 3 threads"
 
 
 class Reader(enum.Enum):
@@ -55,28 +82,117 @@ class Reader(enum.Enum):
     FILES = "FileSystemReader"
     FSSPEC = "FsspecReader"
     CONNECTOR = "S3StorageReader"
+    MULTI_STORAGE = "MultiStorageFileSystemReader"
+    MULTI_STORAGE_THREADS = "MultiStorageFileSystemReader, 3 threads"
 
 
 _OWN_WRITERS = (Writer.OWN, Writer.OWN_WRITER, Writer.OWN_PLANNER)
 _OWN_READERS = (Reader.LOAD, Reader.READ, Reader.OWN_READER, Reader.OWN_PLANNER)
 
 
+_CONNECTOR = (Writer.CONNECTOR, Writer.CONNECTOR_PREFIXES) if HAS_CONNECTOR else ()
+_MULTI_STORAGE = (Writer.MULTI_STORAGE, Writer.MULTI_STORAGE_THREADS) if HAS_MULTI_STORAGE else ()
+_CONNECTOR_READERS = (Reader.CONNECTOR,) if HAS_CONNECTOR else ()
+_MULTI_STORAGE_READERS = (Reader.MULTI_STORAGE, Reader.MULTI_STORAGE_THREADS) if HAS_MULTI_STORAGE else ()
+
+
 def writers_of(kind: str) -> tuple[Writer, ...]:
     """Who can write there."""
     if kind == "local":
-        return (*_OWN_WRITERS, Writer.FILES, Writer.FILES_THREADS, Writer.FILES_EACH, Writer.FSSPEC)
-    if kind == "s3" and HAS_CONNECTOR:
-        return (*_OWN_WRITERS, Writer.FSSPEC, Writer.CONNECTOR)
+        files = (Writer.FILES, Writer.FILES_THREADS, Writer.FILES_EACH)
+        return (*_OWN_WRITERS, *files, Writer.FSSPEC, *_MULTI_STORAGE)
+    if kind == "s3":
+        return (*_OWN_WRITERS, Writer.FSSPEC, *_CONNECTOR, *_MULTI_STORAGE)
     return (*_OWN_WRITERS, Writer.FSSPEC)
 
 
 def readers_of(kind: str) -> tuple[Reader, ...]:
     """Who can read there."""
     if kind == "local":
-        return (*_OWN_READERS, Reader.FILES, Reader.FSSPEC)
-    if kind == "s3" and HAS_CONNECTOR:
-        return (*_OWN_READERS, Reader.FSSPEC, Reader.CONNECTOR)
+        return (*_OWN_READERS, Reader.FILES, Reader.FSSPEC, *_MULTI_STORAGE_READERS)
+    if kind == "s3":
+        return (*_OWN_READERS, Reader.FSSPEC, *_CONNECTOR_READERS, *_MULTI_STORAGE_READERS)
     return (*_OWN_READERS, Reader.FSSPEC)
+
+
+@contextmanager
+def connect_peers(server: S3Server) -> Iterator[None]:
+    """Tell the peers that take no options how to reach the server."""
+    profile = {
+        "storage_provider": {
+            "type": "s3",
+            "options": {
+                "base_path": server.bucket,
+                "region_name": server.region,
+                "endpoint_url": server.endpoint_url,
+            },
+        },
+        "credentials_provider": {
+            "type": "S3Credentials",
+            "options": {"access_key": server.access_key, "secret_key": server.secret_key},
+        },
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "multi-storage-client.json")
+        file.write_text(json.dumps({"profiles": {_profile_of(server.endpoint_url): profile}}))
+        wanted = {
+            "AWS_ACCESS_KEY_ID": server.access_key,
+            "AWS_SECRET_ACCESS_KEY": server.secret_key,
+            "MSC_CONFIG": str(file),
+        }
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _profile_of(endpoint_url: str) -> str:
+    # The library keeps a client by profile for as long as the process lives.
+    return f"port-{endpoint_url.rpartition(':')[2]}"
+
+
+def _multi_storage_url(place: Place) -> str:
+    if place.kind == "local":
+        return place.url
+    name = place.url.removeprefix("s3://").partition("/")[2]
+    return f"msc://{_profile_of(str(place.options['endpoint_url']))}/{name}"
+
+
+def obstore_options(server: S3Server) -> dict[str, object]:
+    """The options of obstore's class of filesystem."""
+    config = {
+        "endpoint": server.endpoint_url,
+        "access_key_id": server.access_key,
+        "secret_access_key": server.secret_key,
+        "region": server.region,
+        "virtual_hosted_style_request": False,
+    }
+    return {"protocol": "s3", "config": config, "client_options": {"allow_http": True}}
+
+
+@contextmanager
+def obstore_scheme() -> Iterator[None]:
+    """``obs3://`` is S3 through obstore, for fsspec and so for torch and dcpfs."""
+    from obstore.fsspec import FsspecStore as ObstoreFilesystem
+
+    class Obs3(ObstoreFilesystem):
+        def _split_path(self, path: str) -> tuple[str, str]:
+            bucket, name = super()._split_path(path.replace("obs3://", "s3://", 1))
+            return bucket, name
+
+    # fsspec's own registry, so that a name registered here is gone afterwards.
+    registry = sys.modules["fsspec.registry"].__dict__["_registry"]
+    registry["obs3"] = Obs3
+    try:
+        yield
+    finally:
+        del registry["obs3"]
 
 
 def write(writer: Writer, state: Mapping[str, object], place: Place) -> None:
@@ -99,9 +215,20 @@ def _storage_writer(writer: Writer, place: Place) -> StorageWriter:
         return FileSystemWriter(place.url, single_file_per_rank=False, thread_count=2)
     if writer is Writer.FSSPEC:
         return FsspecWriter(place.url, sync_files=False, **place.options)  # type: ignore[arg-type]  # options of a filesystem
-    from s3torchconnector.dcp import S3StorageWriter
+    if writer in _MULTI_STORAGE:
+        from multistorageclient.contrib.torch import MultiStorageFileSystemWriter
+
+        threads = 3 if writer is Writer.MULTI_STORAGE_THREADS else 1
+        made: StorageWriter = MultiStorageFileSystemWriter(
+            _multi_storage_url(place), sync_files=False, thread_count=threads
+        )
+        return made
+    from s3torchconnector.dcp import HexPrefixStrategy, S3StorageWriter
 
     connector = S3StorageWriter("us-east-1", place.url)
+    if writer is Writer.CONNECTOR_PREFIXES:
+        prefixes = HexPrefixStrategy(epoch_num=3)
+        connector = S3StorageWriter("us-east-1", place.url, prefix_strategy=prefixes, thread_count=2)
     connector.fs._client = _connector_client(place)  # type: ignore[attr-defined]  # declared as torch's file system
     return connector
 
@@ -117,17 +244,24 @@ def read(reader: Reader, template: dict[str, object], place: Place) -> dict[str,
         assert not report.mismatched
         return template
     planner = dcpfs.LoadPlanner() if reader is Reader.OWN_PLANNER else DefaultLoadPlanner()
-    dcp_load(template, storage_reader=_storage_reader(reader, place), planner=planner)
+    dcp_load(template, storage_reader=storage_reader(reader, place), planner=planner)
     return template
 
 
-def _storage_reader(reader: Reader, place: Place) -> StorageReader:
+def storage_reader(reader: Reader, place: Place) -> StorageReader:
+    """What reads under ``dcp.load``."""
     if reader in _OWN_READERS:
         return dcpfs.FsspecStorageReader(place.url, storage_options=place.options)
     if reader is Reader.FILES:
         return FileSystemReader(place.url)
     if reader is Reader.FSSPEC:
         return FsspecReader(place.url, **place.options)
+    if reader in _MULTI_STORAGE_READERS:
+        from multistorageclient.contrib.torch import MultiStorageFileSystemReader
+
+        threads = 3 if reader is Reader.MULTI_STORAGE_THREADS else 1
+        made: StorageReader = MultiStorageFileSystemReader(_multi_storage_url(place), thread_count=threads)
+        return made
     from s3torchconnector.dcp import S3StorageReader
 
     connector = S3StorageReader("us-east-1", place.url)
@@ -136,7 +270,7 @@ def _storage_reader(reader: Reader, place: Place) -> StorageReader:
 
 
 def _connector_client(place: Place) -> Any:
-    """The connector takes its credentials from the environment alone; see the fixture that sets it."""
+    """The connector takes its credentials from the environment alone; see `connect_peers`."""
     from s3torchconnector import S3ClientConfig
     from s3torchconnector._s3client import S3Client
 

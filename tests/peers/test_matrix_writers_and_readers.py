@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 import dcpfs
 from dcpfs.testing.servers import SeaweedServer
-from tests.peers.exchange import Place, Reader, Writer, read, readers_of, write, writers_of
+from tests.peers.exchange import Place, Reader, Writer, connect_peers, read, readers_of, write, writers_of
 from tests.peers.sample_state import assert_same, full_state, odd_state, template_of, textual, trained_state
 
 pytestmark = [
@@ -20,7 +21,7 @@ pytestmark = [
 
 KINDS = ("local", "memory", "s3")
 STATE = {**full_state(), **odd_state(), "trained": trained_state()}
-_TEMPLATED_BY_TORCH = (Reader.OWN_READER, Reader.FILES, Reader.FSSPEC, Reader.CONNECTOR)
+_TEMPLATED_BY_DCPFS = (Reader.LOAD, Reader.READ, Reader.OWN_PLANNER)
 _OWN_WRITERS = (Writer.OWN, Writer.OWN_PLANNER)
 """Those that note the types of keys and containers."""
 
@@ -31,7 +32,8 @@ NewPlace = Callable[[str], Place]
 def new_place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[NewPlace]:
     """Makes a place of a kind that nobody has used; the S3 server is started for the first on it."""
     folder = tmp_path_factory.mktemp("matrix")
-    patch = pytest.MonkeyPatch()
+    connections = ExitStack()
+    servers: list[SeaweedServer] = []
 
     def make(kind: str) -> Place:
         name = uuid.uuid4().hex
@@ -39,13 +41,13 @@ def new_place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
             return Place(kind, str(folder / name))
         if kind == "memory":
             return Place(kind, f"memory://{name}")
-        server: SeaweedServer = request.getfixturevalue("seaweed")
-        patch.setenv("AWS_ACCESS_KEY_ID", server.access_key)
-        patch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_key)
-        return Place(kind, server.url(name), server.storage_options)
+        if not servers:
+            servers.append(request.getfixturevalue("seaweed"))
+            connections.enter_context(connect_peers(servers[0]))
+        return Place(kind, servers[0].url(name), servers[0].storage_options)
 
-    yield make
-    patch.undo()
+    with connections:
+        yield make
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def test_case_28_what_anyone_writes_anyone_reads(
     if reader is Reader.READ and writer not in _OWN_WRITERS:
         # Without a template the types of keys and containers are known only where the writer noted them.
         expected = textual(STATE)
-    elif reader in _TEMPLATED_BY_TORCH:
+    elif reader not in _TEMPLATED_BY_DCPFS:
         # torch's planner puts text twins beside int keys, and leaves empty containers as they are.
         expected = textual(STATE, keeps_empty=True)
     template = template_of(expected)
