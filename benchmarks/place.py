@@ -22,11 +22,10 @@ from pydantic import JsonValue
 from dcpfs.storage.location import Location, redact_text
 
 from .files import remove
-from .settings import PLACE_PREFIX, Link, Setting, Target
+from .settings import PACKAGE_ROOT, PLACE_PREFIX, Link, Setting, Target
 
 __all__ = ["open_place", "start_proxy", "start_sink"]
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
 _TMPFS = "/dev/shm"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -100,7 +99,7 @@ def start_proxy(host: str, port: int, link: Link) -> Iterator[int]:
 def _start(module: str, arguments: Sequence[str]) -> Generator[int, None, None]:
     command = [sys.executable, "-m", f"{__package__}.{module}", *arguments]
     # It ends with its stdin, so it goes even when this process is killed.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=_REPOSITORY)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=PACKAGE_ROOT)
     try:
         if process.stdout is None or not (line := process.stdout.readline()):
             raise RuntimeError(f"the {module} did not start")

@@ -6,99 +6,208 @@ figures; one that failed once is reported as failed, whatever it measured before
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
-from .cases import CASES
-from .figures import Figure, Missing
+from .cases import case_of
+from .figures import Figure, Missing, StepFigure
 from .manifest import Manifest
-from .settings import Setting
+from .records import Result, warm
 
-__all__ = ["markdown"]
+__all__ = ["circumstances", "markdown"]
 
 _HEADINGS = (
     "contender",
     "GB/s (min–max)",
     "first round",
     "× {baseline}",
-    "CPU-s/GB",
-    "extra MiB",
+    "CPU-s/GB (min–max)",
+    "extra MiB (min–max)",
     "requests",
     "moved ÷ needed",
     "n",
 )
+_STEP_HEADINGS = (
+    "contender",
+    "seconds (min–max)",
+    "first round",
+    "training waits, s (min–max)",
+    "CPU-s (min–max)",
+    "extra MiB (min–max)",
+    "requests",
+    "n",
+)
+_REASON_CHARACTERS = 200
+_F = TypeVar("_F", Figure, StepFigure)
+_R = TypeVar("_R", Figure | Missing, StepFigure | Missing)
 
 
-def markdown(manifest: Manifest, results: Iterable[Figure | Missing], baselines: dict[Setting, str]) -> str:
-    """A table for each case and setting."""
-    versions = ", ".join(f"{name} {version or 'absent'}" for name, version in manifest.versions.items())
-    dirty = " with local changes" if manifest.git_dirty else ""
-    circumstances = (
-        f"{manifest.cores} cores shared by client and server, load {manifest.load_average:.1f} at the start; "
-        f"commit {(manifest.git_sha or 'unknown')[:12]}{dirty}; Python {manifest.python}, {versions}."
-    )
-    lines = [circumstances, ""]
-    groups: dict[tuple[str, Setting], list[Figure | Missing]] = {}
+def markdown(manifest: Manifest, results: Iterable[Result], baselines: Mapping[str, str]) -> str:
+    """A table for each case, place and size, and one of all places where there are several.
+
+    Args:
+        manifest: Of the run.
+        results: Of the run.
+        baselines: Contender that ratios are to, by place (`Entry.where`).
+    """
+    lines = [circumstances(manifest), ""]
+    groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        groups.setdefault((result.entry.case, result.entry.setting), []).append(result)
-    for (case, setting), group in groups.items():
-        lines += _table(case, setting, group, baselines[setting])
+        groups.setdefault((result.entry.case, result.entry.where), []).append(result)
+    for (case, where), group in groups.items():
+        steps = [result for result in group if isinstance(result, StepFigure | Missing)]
+        if any(isinstance(result, StepFigure) for result in steps):
+            lines += _step_table(case, where, steps)
+            continue
+        sizes = dict.fromkeys(result.needed_bytes for result in group if isinstance(result, Figure)) or {0: None}
+        for size in sizes:
+            own = [
+                result
+                for result in group
+                if isinstance(result, Missing) or (isinstance(result, Figure) and result.needed_bytes == size)
+            ]
+            title = f"{case}, {where}, {_number(size / 1e9)} GB" if size else f"{case}, {where}"
+            lines += _table(case, title, own, baselines.get(where))
+    lines += _places([result for group in groups.values() for result in group])
     return "\n".join(lines)
 
 
-def _table(case: str, setting: Setting, results: Sequence[Figure | Missing], baseline: str) -> list[str]:
-    by_contender: dict[str, list[Figure | Missing]] = {}
-    for result in results:
-        by_contender.setdefault(result.entry.contender, []).append(result)
-    reference = _median(_warm(by_contender.get(baseline, ())), lambda figure: figure.gb_per_second)
-    headings = [heading.format(baseline=baseline) for heading in _HEADINGS]
-    lines = [f"### {case}, {setting.value}", "", CASES[case].question, ""]
-    lines += [_row(headings), _row(["---"] * len(headings))]
+def circumstances(manifest: Manifest) -> str:
+    """Machine, commit and versions in one sentence."""
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items() if version)
+    absent = ", ".join(name for name, version in manifest.versions.items() if not version)
+    dirty = " with local changes" if manifest.git_dirty else ""
+    processor = f" ({manifest.processor})" if manifest.processor else ""
+    return (
+        f"{manifest.cores} cores{processor} shared by all, {manifest.memory_bytes / 2**30:.0f} GiB, {manifest.system}, "
+        f"load {manifest.load_average:.1f} at the start; commit {(manifest.git_sha or 'unknown')[:12]}{dirty}; "
+        f"Python {manifest.python}, {versions}{f'; without {absent}' if absent else ''}."
+    )
+
+
+def _table(case: str, title: str, results: Sequence[Figure | Missing], baseline: str | None) -> list[str]:
+    by_contender = _by_contender(results)
+    reference = _median(warm(by_contender.get(baseline or "", ())), lambda figure: figure.gb_per_second)
+    headings = [heading.format(baseline=baseline or "baseline") for heading in _HEADINGS]
+    lines = _head(case, title, headings)
     for contender, own in by_contender.items():
-        missing = next((result for result in own if isinstance(result, Missing)), None)
-        if missing is not None:
-            reason = missing.reason.splitlines()[0].replace("|", "/")[:200]
-            lines.append(_row([contender, f"{missing.kind}: {reason}", *[""] * (len(headings) - 2)]))
-            continue
-        lines.append(_row([contender, *_cells(own, reference)]))
+        missing = _missing(own)
+        cells = _cells(own, reference) if missing is None else [missing, *[""] * (len(headings) - 2)]
+        lines.append(_row([contender, *cells]))
     return [*lines, ""]
 
 
 def _cells(own: Sequence[Figure | Missing], reference: float | None) -> list[str]:
-    warm = _warm(own)
-    speeds = [figure.gb_per_second for figure in warm]
-    speed = statistics.median(speeds)
-    cold = [figure for figure in own if isinstance(figure, Figure) and figure.round == 0]
+    last = warm(own)
+    speed = statistics.median(figure.gb_per_second for figure in last)
+    first = [figure for figure in own if isinstance(figure, Figure) and figure.round == 0]
     return [
-        f"{speed:.2f} ({min(speeds):.2f}–{max(speeds):.2f})",
-        _show(_median(cold, lambda figure: figure.gb_per_second), "{:.2f}"),
-        _show(None if reference is None else speed / reference, "{:.2f}"),
-        _show(_median(warm, lambda figure: figure.cpu_seconds_per_gb), "{:.2f}"),
-        _show(_median(warm, lambda figure: _mebibytes(figure.peak_extra_bytes)), "{:.0f}"),
-        _show(_median(warm, lambda figure: figure.requests), "{:.0f}"),
-        _show(_median(warm, lambda figure: figure.moved_per_needed), "{:.3f}"),
-        str(len(warm)),
+        _spread([figure.gb_per_second for figure in last]),
+        _show(_median(first, lambda figure: figure.gb_per_second)),
+        _show(speed / reference if reference else None),
+        _spread([figure.cpu_seconds_per_gb for figure in last]),
+        _spread([figure.peak_extra_bytes / 2**20 for figure in last if figure.peak_extra_bytes is not None], _whole),
+        _show(_median(last, lambda figure: figure.requests), _whole),
+        _show(_median(last, lambda figure: figure.moved_per_needed), "{:.3f}".format),
+        str(len(last)),
     ]
 
 
-def _warm(own: Iterable[Figure | Missing]) -> list[Figure]:
-    """The last round of each process: connections and buffers are there, as in a trainer's second save."""
-    figures = [result for result in own if isinstance(result, Figure)]
-    last = max((figure.round for figure in figures), default=0)
-    return [figure for figure in figures if figure.round == last]
+def _step_table(case: str, where: str, results: Sequence[StepFigure | Missing]) -> list[str]:
+    lines = _head(case, f"{case}, {where}", _STEP_HEADINGS)
+    for contender, own in _by_contender(results).items():
+        missing = _missing(own)
+        cells = _step_cells(own) if missing is None else [missing, *[""] * (len(_STEP_HEADINGS) - 2)]
+        lines.append(_row([contender, *cells]))
+    return [*lines, ""]
 
 
-def _median(figures: Iterable[Figure], of: Callable[[Figure], float | None]) -> float | None:
+def _step_cells(own: Sequence[StepFigure | Missing]) -> list[str]:
+    last = warm(own)
+    first = [figure for figure in own if isinstance(figure, StepFigure) and figure.round == 0]
+    return [
+        _spread([figure.seconds for figure in last]),
+        _show(_median(first, lambda figure: figure.seconds)),
+        _spread([figure.blocked_seconds for figure in last if figure.blocked_seconds is not None]),
+        _spread([figure.cpu_seconds for figure in last]),
+        _spread([figure.peak_bytes / 2**20 for figure in last if figure.peak_bytes is not None], _whole),
+        _show(_median(last, lambda figure: figure.requests), _whole),
+        str(len(last)),
+    ]
+
+
+def _places(results: Sequence[Result]) -> list[str]:
+    """One row a place, one column a case: GB/s of dcpfs, where several places were measured."""
+    figures = [
+        figure
+        for figure in warm([result for result in results if isinstance(result, Figure | Missing)])
+        if figure.entry.contender == "dcpfs"
+    ]
+    places = list(dict.fromkeys(figure.entry.where for figure in figures))
+    cases = list(dict.fromkeys(figure.entry.case for figure in figures))
+    if len(places) < 2:
+        return []
+    lines = ["### dcpfs at each place, GB/s (min–max)", "", _row(["where", *cases]), _row(["---"] * (len(cases) + 1))]
+    for place in places:
+        speeds = (
+            [figure.gb_per_second for figure in figures if (figure.entry.where, figure.entry.case) == (place, case)]
+            for case in cases
+        )
+        lines.append(_row([place, *(_spread(own) for own in speeds)]))
+    return [*lines, ""]
+
+
+def _head(case: str, title: str, headings: Sequence[str]) -> list[str]:
+    try:
+        question = [case_of(case).question, ""]
+    except ValueError:  # of another version, or somebody's own
+        question = []
+    return [f"### {title}", "", *question, _row(headings), _row(["---"] * len(headings))]
+
+
+def _by_contender(results: Sequence[_R]) -> dict[str, list[_R]]:
+    found: dict[str, list[_R]] = {}
+    for result in results:
+        found.setdefault(result.entry.contender, []).append(result)
+    return found
+
+
+def _missing(own: Sequence[Result]) -> str | None:
+    """Why a contender has no figures, on one line; None: it has."""
+    missing = next((result for result in own if isinstance(result, Missing)), None)
+    if missing is None:
+        return None
+    lines = missing.reason.splitlines() or ["no reason given"]
+    return f"{missing.kind}: {lines[0].replace('|', '/')[:_REASON_CHARACTERS]}"
+
+
+def _median(figures: Iterable[_F], of: Callable[[_F], float | None]) -> float | None:
     values = [value for figure in figures if (value := of(figure)) is not None]
     return statistics.median(values) if values else None
 
 
-def _mebibytes(size_bytes: int | None) -> float | None:
-    return None if size_bytes is None else size_bytes / (1 << 20)
+def _number(value: float) -> str:
+    """Two digits behind the point, more where these are zeros."""
+    if not value or abs(value) >= 0.1:
+        return f"{value:.2f}"
+    return f"{value:.{1 - math.floor(math.log10(abs(value)))}f}"
 
 
-def _show(value: float | None, form: str) -> str:
-    return "–" if value is None else form.format(value)
+def _whole(value: float) -> str:
+    return f"{value:.0f}"
+
+
+def _spread(values: Sequence[float], form: Callable[[float], str] = _number) -> str:
+    if not values:
+        return "–"
+    middle = form(statistics.median(values))
+    return middle if len(values) == 1 else f"{middle} ({form(min(values))}–{form(max(values))})"
+
+
+def _show(value: float | None, form: Callable[[float], str] = _number) -> str:
+    return "–" if value is None else form(value)
 
 
 def _row(cells: Sequence[str]) -> str:

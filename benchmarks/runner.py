@@ -28,11 +28,10 @@ from .contenders import Role, Scope, is_floor, is_known
 from .figures import Entry, Figure, Missing, StepFigure, combine, combine_steps
 from .files import remove
 from .job import Absent, Failed, Job, Outcome, Prepared
-from .settings import PLACE_PREFIX, Link, Setting, Target, client_environment
+from .settings import PACKAGE_ROOT, PLACE_PREFIX, Link, Setting, Target, client_environment
 
 __all__ = ["Isolation", "Plan", "Runner", "order"]
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
 _REASON_CHARACTERS = 600
 
 
@@ -196,7 +195,7 @@ def _run_processes(job: Job, world: int, directory: Path, timeout_seconds: float
                     stdout=stream,
                     stderr=stream,
                     text=True,
-                    cwd=_REPOSITORY,
+                    cwd=PACKAGE_ROOT,
                     env=client_environment(job.target),
                 )
             processes.append(process)

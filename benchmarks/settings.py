@@ -15,15 +15,28 @@ from __future__ import annotations
 import enum
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from dcpfs.storage.location import Location
 
-__all__ = ["BUCKET", "PLACE_PREFIX", "REGION", "Link", "S3Access", "Setting", "Target", "client_environment"]
+__all__ = [
+    "BUCKET",
+    "PACKAGE_ROOT",
+    "PLACE_PREFIX",
+    "REGION",
+    "Link",
+    "S3Access",
+    "Setting",
+    "Target",
+    "client_environment",
+]
 
 BUCKET = "bench"
 REGION = "us-east-1"
+PACKAGE_ROOT = Path(__file__).resolve().parents[len((__package__ or "").split("."))]
+"""Where Python finds this package, under whichever of its two names: child processes start there."""
 PLACE_PREFIX = "dcpfs-benchmark-"
 """How directories that the benchmarks made, and may delete, are called."""
 _KEY = "benchmark"

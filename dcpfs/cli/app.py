@@ -6,7 +6,6 @@ Options can hold secrets: a file keeps them out of the process list, and no comm
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -16,9 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from dcpfs._version import __version__
-from dcpfs.errors import ConfigError, DcpfsError
+from dcpfs.cli.bench import bench
+from dcpfs.cli.storage_options import parse_storage_options
+from dcpfs.errors import DcpfsError
 
-__all__ = ["app", "main", "parse_storage_options"]
+__all__ = ["app", "main"]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -26,30 +27,6 @@ _StorageOptions = Annotated[
     str,
     typer.Option("--storage-options", metavar="JSON|@FILE", help="Options of the URL's filesystem, as JSON or @file."),
 ]
-
-
-def parse_storage_options(text: str) -> dict[str, object]:
-    """Parse ``JSON`` or ``@file`` holding it.
-
-    Raises:
-        ConfigError: It is no JSON object. The text itself, which can hold a secret, isn't repeated.
-    """
-    if not text:
-        return {}
-    source = "--storage-options"
-    if text.startswith("@"):
-        source = text[1:]
-        try:
-            text = Path(source).read_text()
-        except OSError as error:
-            raise ConfigError(f"Can't read the storage options from {source}: {error.strerror}.") from error
-    try:
-        options = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{source} is no JSON: line {error.lineno}, column {error.colno}.") from None
-    if not isinstance(options, dict):
-        raise ConfigError(f'{source} must be a JSON object such as {{"key": …}}, not a {type(options).__name__}.')
-    return options
 
 
 def _show_version(wanted: bool) -> None:
@@ -65,6 +42,9 @@ def _options(
     ] = False,
 ) -> None:
     """PyTorch Distributed Checkpoint on any fsspec URL."""
+
+
+app.command()(bench)
 
 
 @app.command()

@@ -1,0 +1,61 @@
+"""What a run found, made public: tables to the terminal and a file, plots to a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from pydantic import BaseModel
+
+from .figures import Figure, Missing, StepFigure
+from .manifest import Manifest
+from .planning import RanksFigure, SimulationFigure
+from .planning import markdown as planning_markdown
+from .plots import NothingToPlotError, draw
+from .records import recording_of
+from .report import markdown as report_markdown
+from .stall import StallFigure
+from .stall import markdown as stall_markdown
+
+__all__ = ["Outputs", "publish", "tables"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Where results go beside the terminal; None: nowhere."""
+
+    markdown_path: Path | None = None
+    plots_directory: Path | None = None
+
+
+def tables(manifest: Manifest, results: Sequence[BaseModel], baselines: Mapping[str, str]) -> str:
+    """All tables of a run, in Markdown.
+
+    Args:
+        manifest: Of the run.
+        results: Of all kinds.
+        baselines: Contender that ratios are to, by place.
+    """
+    at_places = [each for each in results if isinstance(each, Figure | StepFigure | Missing)]
+    text = report_markdown(manifest, at_places, baselines)
+    if planning := [each for each in results if isinstance(each, SimulationFigure | RanksFigure)]:
+        text += planning_markdown(planning)
+    if stalls := [each for each in results if isinstance(each, StallFigure)]:
+        text += stall_markdown(stalls)
+    return text
+
+
+def publish(manifest: Manifest, results: Sequence[BaseModel], baselines: Mapping[str, str], outputs: Outputs) -> None:
+    """Print the tables and write what was asked for."""
+    text = tables(manifest, results, baselines)
+    typer.echo(text)
+    if outputs.markdown_path is not None:
+        outputs.markdown_path.write_text(text)
+    if outputs.plots_directory is not None:
+        try:
+            for path in draw(recording_of(Path("this run"), manifest, results), outputs.plots_directory):
+                typer.echo(f"Plot: {path}", err=True)
+        except NothingToPlotError as error:
+            typer.echo(str(error), err=True)
