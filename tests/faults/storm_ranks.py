@@ -1,0 +1,293 @@
+"""The ranks of a run that somebody else stops, kills or cuts off, and the process that forks them.
+
+Problem: a storm of hundreds of kills can't import torch anew for every rank; and a rank has to say what it knows before
+it dies, so that what is found afterwards can be compared with it.
+
+Way taken: ``python -m tests.faults.storm_ranks`` imports everything once and then reads orders, one a line. For each
+it forks the ranks, tells their pids, waits until all have ended, and tells how. A rank tells in lines of its own: ::
+
+    saver PID → (waits for its gate) → resumed STEP → began STEP → saved STEP | failed STEP ERROR: TEXT → … → done
+
+A step's number is its version: every value of it tells which step it is of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import s3fs  # noqa: F401 - imported once, before the forks, as the rest that is not named below
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcpfs
+from dcpfs.checkpointer import save_step as save_step_module
+from dcpfs.checkpointer.process_saver import ProcessSaver
+from dcpfs.storage.location import Location
+from dcpfs.storage.opening import open_store
+from dcpfs.storage.s3_store import S3Store
+from dcpfs.storage.store import Store
+from dcpfs.testing.faulty import FaultyStore
+
+_IMPORTED = (dcpfs.DistributedCheckpointer, S3Store, "torch.utils.serialization")
+
+__all__ = ["KEEP_LAST", "Order", "gate_of", "values_of"]
+
+KEEP_LAST = 2
+ROWS, COLUMNS = 96, 64
+"""Of the sharded tensor: 2, 3 and 4 ranks have equal shares of it."""
+CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class Order:
+    """One round: ranks that resume, and save some steps.
+
+    Attributes:
+        name: Of the round; new each time.
+        folder: For the rendezvous, and for the gates that ranks wait at (`gate_of`).
+        save_dir: Where.
+        options: Storage options of each rank.
+        mode: Who saves.
+        saves: How many steps each rank saves.
+        timeout_seconds: Of an exchange of the checkpointer.
+        networks: Network namespace of each rank; none: that of the test.
+        halts: Of a rank: how the name of the object ends before whose first change it tells ``halted`` and waits for
+            its second gate.
+        waits: Each save is waited for; else the next one does that.
+    """
+
+    name: str
+    folder: str
+    save_dir: str
+    options: list[dict[str, Any]]
+    mode: str
+    saves: int = 3
+    timeout_seconds: float = 120.0
+    networks: list[str] = field(default_factory=list)
+    halts: dict[str, str] = field(default_factory=dict)
+    waits: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return len(self.options)
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self)) + "\n"
+
+
+def gate_of(order: Order, rank: int, number: int = 0) -> Path:
+    """A FIFO that a rank waits at until somebody opens it for writing."""
+    return Path(order.folder) / f"{order.name}-gate-{number}-{rank}"
+
+
+# --- the state
+
+
+def values_of(step: int, rank: int) -> dict[str, dict[str, Any]]:
+    """A step's state, with whole tensors."""
+    sharded = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + step * 10_000
+    return {
+        "model": {"sharded": sharded, "shared": torch.full((20_000,), float(step))},
+        "optim": {"state.shared.step": step, "state.shared.exp_avg": torch.full((300,), step + 0.5)},
+        "dataloader": {"position": [step, rank] * 10},
+        "trainer": {"step": step},
+    }
+
+
+def _make_state(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    state = values_of(0, rank)
+    mesh = init_device_mesh("cpu", (world_size,))
+    local = state["model"]["sharded"].chunk(world_size)[rank].clone()
+    state["model"]["sharded"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+    return state
+
+
+def _local(value: object) -> object:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _share(name: str, value: Any, rank: int, world_size: int) -> Any:
+    return value.chunk(world_size)[rank] if name == "sharded" else value
+
+
+def _fill(state: dict[str, dict[str, Any]], step: int, rank: int, world_size: int) -> None:
+    for key, values in values_of(step, rank).items():
+        for name, value in values.items():
+            held = _local(state[key][name])
+            if isinstance(held, torch.Tensor):
+                held.copy_(_share(name, value, rank, world_size))
+            else:
+                state[key][name] = value
+
+
+def _differences(state: dict[str, dict[str, Any]], step: int, rank: int, world_size: int) -> list[str]:
+    found = []
+    for key, values in values_of(step, rank).items():
+        if state[key].keys() != values.keys():
+            found.append(f"{key} has {list(state[key])}")
+            continue
+        for name, value in values.items():
+            held, wanted = _local(state[key][name]), _share(name, value, rank, world_size)
+            same = torch.equal(held, wanted) if isinstance(held, torch.Tensor) else held == wanted
+            if not same:
+                found.append(f"{key}/{name}")
+    return found
+
+
+# --- a rank
+
+
+def _run_rank(order: Order, rank: int) -> None:
+    def tell(*words: object) -> None:
+        os.write(1, (" ".join(map(str, (order.name, rank, *words))).replace("\n", " ")[:2000] + "\n").encode())
+
+    def wait_at_gate(number: int) -> None:
+        with open(gate_of(order, rank, number), "rb") as gate:
+            gate.read()
+
+    torch.set_num_threads(1)
+    if order.networks:
+        _enter_network(order.networks[rank])
+    if str(rank) in order.halts:
+
+        def halt(path: str) -> None:
+            tell("halted", path)
+            wait_at_gate(1)
+
+        save_step_module.open_store = functools.partial(  # type: ignore[attr-defined]  # not exported
+            _open_halting, order.halts[str(rank)], halt
+        )
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{order.folder}/{order.name}",
+        rank=rank,
+        world_size=order.world_size,
+        timeout=timedelta(seconds=order.timeout_seconds),
+    )
+    state = _make_state(rank, order.world_size)
+    config = dcpfs.CheckpointConfig.model_validate(
+        {
+            "save_dir": order.save_dir,
+            "storage_options": order.options[rank],
+            "async_mode": order.mode,
+            "rng": "none",
+            "keep_last": KEEP_LAST,
+            "timeout_seconds": order.timeout_seconds,
+        }
+    )
+    checkpointer = dcpfs.DistributedCheckpointer(config)
+    saver = checkpointer._saver
+    tell("saver", saver.pid if isinstance(saver, ProcessSaver) else 0)
+    wait_at_gate(0)
+    try:
+        start = checkpointer.load_state(dict(state))
+    except Exception as error:
+        tell("failed", "load", f"{type(error).__name__}: {error}")
+        _close(checkpointer, tell)
+        return
+    wrong = _differences(state, start, rank, order.world_size)
+    tell("resumed", start) if not wrong else tell("mixed", start, *wrong)
+    failures = flying = 0
+    for step in range(start + 1, start + 1 + order.saves):
+        tell("began", step)
+        try:
+            _fill(state, step, rank, order.world_size)
+            checkpointer.save_state(step, dict(state))
+            checkpointer.maybe_wait_for_staging()
+            _fill(state, -1, rank, order.world_size)
+            if order.waits:
+                checkpointer.wait()
+                tell("saved", step)
+            elif flying:
+                tell("saved", flying)  # else this save had raised its failure
+            flying = step
+        except Exception as error:
+            tell("failed", step, f"{type(error).__name__}: {error}")
+            flying = 0
+            failures += 1
+            if failures == 2:
+                break
+    if _close(checkpointer, tell) and flying:
+        tell("saved", flying)
+
+
+def _close(checkpointer: dcpfs.DistributedCheckpointer, tell: Callable[..., None]) -> bool:
+    try:
+        checkpointer.close()
+        tell("done")
+    except Exception as error:
+        tell("failed", "close", f"{type(error).__name__}: {error}")
+        return False
+    return True
+
+
+def _enter_network(name: str) -> None:
+    """As ``ip netns exec`` does."""
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), f"can't enter {name}")
+    os.close(descriptor)
+    os.environ["GLOO_SOCKET_IFNAME"] = "ranks"
+
+
+class _HaltingStore(FaultyStore):
+    def __init__(self, store: Store, ending: str, halt: Callable[[str], object]) -> None:
+        super().__init__(store)
+        self._ending = ending
+        self._halt: Callable[[str], object] | None = halt
+
+    def mutate(self, verb: str, path: str, action: Callable[[], Any]) -> Any:
+        if self._halt is not None and path.endswith(self._ending):
+            halt, self._halt = self._halt, None
+            halt(path)
+        return super().mutate(verb, path, action)
+
+
+def _open_halting(ending: str, halt: Callable[[str], object], location: Location, **options: Any) -> Store:
+    return _HaltingStore(open_store(location, **options), ending, halt)
+
+
+# --- the process that forks them
+
+
+def main() -> None:
+    """Carry out orders until there are no more."""
+    for line in sys.stdin:
+        order = Order(**json.loads(line))
+        ranks: dict[int, int] = {}
+        for rank in range(order.world_size):
+            pid = os.fork()
+            if pid == 0:
+                code = 1
+                try:
+                    _run_rank(order, rank)
+                    code = 0
+                except BaseException:
+                    os.write(2, traceback.format_exc().encode())
+                finally:
+                    os._exit(code)
+            ranks[pid] = rank
+        print(order.name, "ranks", *ranks, flush=True)
+        left = dict(ranks)
+        while left:
+            with contextlib.suppress(InterruptedError):
+                pid, status = os.wait()
+                print(order.name, "ended", left.pop(pid), os.waitstatus_to_exitcode(status), flush=True)
+        print(order.name, "over", flush=True)
+
+
+if __name__ == "__main__":
+    main()
