@@ -25,6 +25,7 @@ import ssl
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 from dcpfs.config import RetryConfig
 from dcpfs.errors import ConfigError
@@ -96,6 +97,12 @@ class S3Session:
     def config(self) -> Any:
         """Botocore's merged configuration of the client."""
         return self._open().client.meta.config
+
+    @property
+    def is_amazon(self) -> bool:
+        """The endpoint is Amazon's own."""
+        host = urlsplit(self.client.client.meta.endpoint_url).hostname or ""
+        return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
     def call(self, operation: str, **parameters: object) -> dict[str, object]:
         """Run one operation of the client, e.g. ``head_object``, once.

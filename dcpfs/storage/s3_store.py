@@ -21,6 +21,7 @@ for, once in a client's life.
 from __future__ import annotations
 
 import datetime as dt
+import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http.client import HTTPException
@@ -45,6 +46,7 @@ from dcpfs.storage.s3_session import S3Session
 from dcpfs.storage.s3_signing import S3Signer
 from dcpfs.storage.s3_transfer import RangedRead, S3Transfer
 from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory
+from dcpfs.storage.translate import Fault, fault_of
 
 __all__ = ["S3Store"]
 
@@ -52,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_SMALL_BYTES = 256
+"""An object no larger than this, a mark of who is at work, may be put twice, to find out what a condition is worth."""
 _BATCH = 1000
 """Keys in one bulk delete: S3's limit."""
 _DELETE_CONCURRENCY = 16
@@ -59,6 +63,15 @@ _NO_BULK_DELETE = frozenset(
     {"InvalidDigest", "MalformedXML", "MethodNotAllowed", "MissingContentMD5", "NotImplemented"}
 )
 """What old and partial stores say to a bulk delete without Content-MD5."""
+
+
+class _Conditions(enum.Enum):
+    """What the store makes of a put with ``If-None-Match``."""
+
+    UNKNOWN = "unknown"
+    KEPT = "kept"
+    IGNORED = "ignored"
+    """Written all the same, or refused as unknown."""
 
 
 class S3Store:
@@ -81,7 +94,7 @@ class S3Store:
         self._policy = RetryPolicy(self._retry_config)
         self._prefix = f"{self._session.prefix}/" if self._session.prefix else ""
         self._bucket_asked = False
-        self._conditional = True
+        self._conditions = _Conditions.UNKNOWN
         self._bulk_delete = True
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -97,8 +110,12 @@ class S3Store:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Parallel parts, atomic and conditional puts."""
-        return Capabilities(parallel_parts=True, conditional_put=True, max_object_bytes=MAX_OBJECT_BYTES)
+        """Parallel parts, and conditional puts once the store has refused one, or is Amazon's."""
+        return Capabilities(
+            parallel_parts=True,
+            conditional_put=self._conditions is _Conditions.KEPT,
+            max_object_bytes=MAX_OBJECT_BYTES,
+        )
 
     # -- reading
 
@@ -282,7 +299,7 @@ class S3Store:
         key = self._key(path)
         if self.exists(path):
             raise self._taken(path)
-        if self._conditional:
+        if self._conditions is not _Conditions.IGNORED:
             tries = 0
 
             def attempt() -> str | None:
@@ -291,16 +308,39 @@ class S3Store:
                 return self._transfer.put_object(key, views, if_absent=True)
 
             try:
-                return self._attempt("write", path, attempt)
+                etag = self._attempt("write", path, attempt)
             except ObjectExistsError as failure:
+                self._conditions = _Conditions.KEPT
                 # A try whose answer was lost may itself have made the object that refuses the next one.
                 if tries > 1 and self.get(path) == b"".join(views):
                     return None
                 raise self._taken(path) from failure
             except UnsupportedOperationError:
                 logger.info("%s knows no conditional writes: looking before writing instead", self._location)
-                self._conditional = False
+                self._conditions = _Conditions.IGNORED
+            else:
+                return self._ask_about_conditions(path, views, etag)
         return self._attempt("write", path, lambda: self._transfer.put_object(key, views, if_absent=False))
+
+    def _ask_about_conditions(self, path: str, views: Sequence[memoryview], etag: str | None) -> str | None:
+        """Whether the store keeps to conditions: some (rclone, JuiceFS) take the header and write all the same.
+
+        The same put again, of a small object that has just been put, must be refused. Once a store.
+        """
+        if self._conditions is not _Conditions.UNKNOWN:
+            return etag
+        if self._session.is_amazon:
+            self._conditions = _Conditions.KEPT
+        elif sum(map(len, views)) <= _SMALL_BYTES:
+            try:
+                etag = self._transfer.put_object(self._key(path), views, if_absent=True)
+            except Exception as error:  # noqa: BLE001 - only one answer is of interest; the object is there
+                if fault_of(error) is Fault.EXISTS:
+                    self._conditions = _Conditions.KEPT
+            else:
+                logger.info("%s ignores the condition of a put: looking before writing instead", self._location)
+                self._conditions = _Conditions.IGNORED
+        return etag
 
     def _taken(self, path: str) -> ObjectExistsError:
         return ObjectExistsError(
