@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from dcpfs.config import Trust
 from dcpfs.errors import CheckpointError, UnsupportedValueError
 from dcpfs.format.allowlist import Global
-from dcpfs.format.objects import resolve_tensor_value
 from dcpfs.format.storage_pickle import decode_pickled_storage
+from dcpfs.format.tensor_values import resolve_plain_tensor
 from dcpfs.format.unpickling import SafeUnpickler, loads
 
 __all__ = ["RankResize", "decode_rank_state", "encode_rank_state"]
@@ -130,7 +130,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _resolve(module: str, name: str) -> Global | None:
-    return _STORAGE if (module, name) == ("torch.storage", "_load_from_bytes") else resolve_tensor_value(module, name)
+    return _STORAGE if (module, name) == ("torch.storage", "_load_from_bytes") else resolve_plain_tensor(module, name)
 
 
 _STORAGE = Global(decode_pickled_storage, decode_pickled_storage)

@@ -37,7 +37,7 @@ import torch
 
 from dcpfs.errors import UntrustedDataError
 
-__all__ = ["ALLOWLIST", "Global", "Resolver", "check_hashable", "resolve_value"]
+__all__ = ["ALLOWLIST", "MANY_KEYS", "Global", "Resolver", "check_hashable", "resolve_value"]
 
 
 class Global(NamedTuple):
@@ -67,29 +67,69 @@ def _refuse(what: str) -> UntrustedDataError:
 
 
 _MOST_PARTS = 10_000
+_DEEPEST_KEY = 100
+MANY_KEYS = 1024
+"""Fewer keys cost no time, whatever they are."""
+_MOST_ALIKE = 256
+_LONG_BYTES = 256
 
 
-def check_hashable(keys: Iterable[object]) -> None:
-    """Refuse tuples that are nested so deeply or widely that hashing them exhausts the stack, which ends the process.
+def check_hashable(keys: Iterable[object]) -> int:
+    """Refuse keys that can't be put into a table in a time that their number tells.
+
+    Hashing tuples that are nested deeply or widely exhausts the stack, which ends the process; and of keys that are
+    made to have one hash, each is compared with all before it.
+
+    Returns:
+        About how many bytes hashing them looks at: a long tuple or number can be named again and again.
 
     Raises:
-        UntrustedDataError: One is.
+        UntrustedDataError: One is such a tuple, or too many have one hash.
     """
+    looked_at = 0
+    others = []
     for key in keys:
-        if type(key) is not tuple:
+        kind = type(key)
+        if kind is str or kind is bytes:
             continue
+        others.append(key)
         level: list[object] = [key]
+        looked_at += _long_bytes(key)
         seen = 0
         for _ in range(_DEEPEST_KEY):
             level = [part for item in level if type(item) is tuple for part in item]
             seen += len(level)
+            looked_at += sum(map(_long_bytes, level))
             if not level or seen > _MOST_PARTS:
                 break
+        looked_at += seen
         if level:
             raise _refuse("a key of deeply nested tuples")
+        if looked_at > 4_000_000 + 64 * len(others):
+            raise _refuse("keys that are long tuples, again and again")
+    if len(others) > MANY_KEYS:
+        _check_hashes(others)
+    return looked_at
 
 
-_DEEPEST_KEY = 100
+def _check_hashes(keys: Sequence[object]) -> None:
+    counts = collections.Counter(map(hash, keys))
+    if max(counts.values()) <= _MOST_ALIKE:
+        return
+    alike: dict[int, list[object]] = {}
+    for key in keys:
+        if counts[hash(key)] > _MOST_ALIKE:
+            known = alike.setdefault(hash(key), [])
+            if key not in known:  # the same key again is no harm
+                known.append(key)
+            if len(known) > _MOST_ALIKE:
+                raise _refuse("keys that were made to have one hash")
+
+
+def _long_bytes(part: object) -> int:
+    """Size of a value whose hash takes longer than a moment."""
+    size_bytes = sys.getsizeof(part) if type(part) in (int, decimal.Decimal) else 0
+    return size_bytes if size_bytes > _LONG_BYTES else 0
 
 
 # --- builtins and standard library --------------------------------------------------------------------------------
@@ -232,8 +272,21 @@ def _checked(kind: Callable[..., object], *types: tuple[type | None, ...]) -> Ca
     return make
 
 
+def _of_numbers(kind: Callable[..., object]) -> Callable[..., object]:
+    """A range or slice of numbers that a computer counts to."""
+
+    def make(*limits: object) -> object:
+        if not 1 <= len(limits) <= 3 or not all(
+            limit is None or (type(limit) is int and limit.bit_length() <= _MOST_BITS) for limit in limits
+        ):
+            raise _refuse(f"{getattr(kind, '__name__', kind)}() of other arguments than its own pickles have")
+        return kind(*limits)
+
+    return make
+
+
+_MOST_BITS = 1024
 _INT = (int,)
-_LIMIT = (int, None)
 _ZONE = (dt.timezone, None)
 _TEXT = (bytes, str)
 
@@ -245,8 +298,8 @@ def _standard() -> dict[tuple[str, str], Global]:
         ("builtins", "bytes"): Global(bytes, _make_bytes),
         ("builtins", "bytearray"): Global(bytearray, _make_bytearray),
         ("builtins", "complex"): Global(complex, _checked(complex, (float, int), (float, int))),
-        ("builtins", "slice"): Global(slice, _checked(slice, _LIMIT, _LIMIT, _LIMIT)),
-        ("builtins", "range"): Global(range, _checked(range, _INT, _INT, _INT)),
+        ("builtins", "slice"): Global(slice, _of_numbers(slice)),
+        ("builtins", "range"): Global(range, _of_numbers(range)),
         ("_codecs", "encode"): Global(_encode_text, _encode_text),
         ("collections", "OrderedDict"): Global(
             collections.OrderedDict, _make_ordered_dict, _make_ordered_dict, _fill_ordered_dict
@@ -343,7 +396,11 @@ def _resolve_torch_enum(module: str, name: str) -> Global | None:
 
 
 def _resolve_user_global(module: str, name: str) -> Global | None:
-    """What the user told torch to trust, used as torch's weights-only unpickler would."""
+    """What the user told torch to trust, used as torch's weights-only unpickler would.
+
+    torch tells itself to trust some classes when parts of it are imported. Their pickles create and fill them; calling
+    one does work that nobody asked for: a device mesh makes process groups.
+    """
     full_name = f"{module}.{name}"
     for registered in torch.serialization.get_safe_globals():
         value: Any = registered
@@ -354,7 +411,8 @@ def _resolve_user_global(module: str, name: str) -> Global | None:
         if registered_name == full_name:
             kind = value if isinstance(value, type) else None
             new = functools.partial(kind.__new__, kind) if kind is not None else None
-            return Global(value, value, new, _fill_user_object if kind is not None else None)
+            call = None if module.partition(".")[0] == "torch" else value
+            return Global(value, call, new, _fill_user_object if kind is not None else None)
     return None
 
 

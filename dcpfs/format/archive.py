@@ -11,6 +11,7 @@ at.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import NamedTuple
 
@@ -189,6 +190,7 @@ def read_directory(archive: memoryview) -> dict[str, Record]:
     try:
         position, count = _find_directory(archive)
         records: dict[str, Record] = {}
+        places: list[tuple[int, int]] = []
         for _ in range(count):
             header = _CENTRAL.unpack_from(archive, position)
             flags, method, crc, packed, size_bytes, name_bytes, extra_bytes, comment_bytes = (
@@ -212,6 +214,11 @@ def read_directory(archive: memoryview) -> dict[str, Record]:
             if name in records:
                 raise ArchiveError("it has two records of one name")
             records[name] = Record(start, size_bytes, crc) if stored else Record(start, -1, -1)
+            places.append((offset, start + packed))
+        places.sort()
+        # A directory of many lines for the same bytes makes a small archive a large one.
+        if any(stop > following for (_, stop), (following, _) in itertools.pairwise(places)):
+            raise ArchiveError("its records overlap")
     except (struct.error, OverflowError) as error:
         raise ArchiveError("it is cut short") from error
     return records

@@ -5,8 +5,8 @@ rank (case 111); with ``weights_only=True`` it refuses what trainers store, and 
 And a value that can't be pickled at all fails when the file it should go to already exists (case 109).
 
 Way taken: one list for both ways. Decoding takes the archive apart here, checks its checksums, and rebuilds its
-pickle through `SafeUnpickler`, tensors inside it included; the few things only torch can rebuild (wrapper subclasses,
-quantized tensors) pass through torch's own weights-only unpickler. Encoding makes the bytes in memory first, then
+pickle through `SafeUnpickler`, tensors of every kind included (`tensor_values`); the format before 1.6 likewise
+(`old_file`). torch's own unpickler reads only what the caller trusts. Encoding makes the bytes in memory first, then
 decodes them with the list of a default load, and refuses what that would refuse while the key is known and no byte is
 written.
 """
@@ -14,7 +14,6 @@ written.
 from __future__ import annotations
 
 import io
-import pickle
 import sys
 from typing import Any
 
@@ -22,19 +21,17 @@ import torch
 
 from dcpfs.config import Trust
 from dcpfs.errors import CheckpointError, CorruptCheckpointError, UnsupportedValueError, UntrustedDataError
-from dcpfs.format.allowlist import Global, resolve_value
 from dcpfs.format.archive import ArchiveError, Record, read_directory
 from dcpfs.format.checksum import crc32
-from dcpfs.format.tensor_pickle import STORAGE_CLASSES
+from dcpfs.format.old_file import decode_old_file
+from dcpfs.format.tensor_values import StorageClass, resolve_tensor_value
 from dcpfs.format.unpickling import SafeUnpickler
 
 __all__ = [
-    "StorageClass",
     "check_storable_object",
     "decode_object",
     "decode_tensor_entry",
     "encode_object",
-    "resolve_tensor_value",
 ]
 
 
@@ -102,18 +99,16 @@ def decode_object(data: bytes | memoryview, *, trust: Trust = Trust.ALLOWLIST, k
     what = f"the entry {key!r}"
     view = memoryview(data).cast("B")
     archive = _Archive.open(view, what, key)
-    if archive is None or trust is Trust.PICKLE:
-        return _load_with_torch(view, trust, what, key)
+    if trust is Trust.PICKLE:
+        return _load_with_torch(view, what, key)
     try:
+        if archive is None:
+            _refuse_safetensors(view, what, key)
+            return decode_old_file(view, what=what)
         unpickler = SafeUnpickler(
             archive.read("data.pkl"), what=what, resolve=resolve_tensor_value, load_persistent=archive.load_storage
         )
         return unpickler.load()
-    except UntrustedDataError as error:
-        try:
-            return _load_with_torch(view, trust, what, key)
-        except CheckpointError:
-            raise error from None
     except CorruptCheckpointError as error:
         error.key = key
         raise
@@ -139,26 +134,21 @@ def _kind(value: object) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _load_with_torch(view: memoryview, trust: Trust, what: str, key: str) -> Any:
-    """``torch.load`` with its own list, or with none."""
+def _load_with_torch(view: memoryview, what: str, key: str) -> Any:
+    """``torch.load`` of what the caller trusts."""
+    _refuse_safetensors(view, what, key)
+    try:
+        return torch.load(io.BytesIO(view), map_location="cpu", weights_only=False)
+    except Exception as error:
+        raise _damaged(what, key, error) from error
+
+
+def _refuse_safetensors(view: memoryview, what: str, key: str) -> None:
     if bytes(view[8:9]) == b"{" and int.from_bytes(view[:8], "little") <= len(view):
         raise CorruptCheckpointError(
             f"reading {what}: it is in safetensors format, not that of torch.save; read it with a safetensors reader",
             key=key,
         )
-    try:
-        return torch.load(io.BytesIO(view), map_location="cpu", weights_only=trust is not Trust.PICKLE)
-    except pickle.UnpicklingError as error:
-        # torch has one error for what it refuses and for what it can't read; both are an error here.
-        reason = str(error).partition("WeightsUnpickler error: ")[2].strip().partition("\n")[0]
-        if reason.startswith(("Unsupported global", "Trying to", "Can only")):
-            raise UntrustedDataError(
-                f"reading {what}: {reason[:300]}; pass trust='pickle' only if you trust everyone who can write this "
-                f"checkpoint"
-            ) from error
-        raise _damaged(what, key, error) from error
-    except Exception as error:
-        raise _damaged(what, key, error) from error
 
 
 def _damaged(what: str, key: str, error: Exception | str) -> CorruptCheckpointError:
@@ -173,10 +163,11 @@ class _Archive:
         self._view = view
         self._records = records
         self._storages: dict[str, torch.UntypedStorage] = {}
+        self._swapped = False
 
     @classmethod
     def open(cls, view: memoryview, what: str, key: str) -> _Archive | None:
-        """Check an archive and its checksums. None when it is no archive that can be taken apart here."""
+        """Check an archive and its checksums. None when it is no archive."""
         if bytes(view[:4]) != b"PK\x03\x04":
             return None
         try:
@@ -203,9 +194,11 @@ class _Archive:
                         key=key,
                     )
         archive = cls(view, records)
-        byte_order = records.get("byteorder")
-        if byte_order is not None and archive.read("byteorder") != sys.byteorder.encode("ascii"):
-            return None
+        if "byteorder" in records:
+            byte_order = bytes(archive.read("byteorder"))
+            if byte_order not in (b"little", b"big"):
+                raise _damaged(what, key, "its byte order is unknown")
+            archive._swapped = byte_order != sys.byteorder.encode("ascii")
         return archive
 
     def read(self, name: str) -> memoryview:
@@ -223,7 +216,7 @@ class _Archive:
             or type(pid[2]) is not str
             or type(pid[4]) is not int
         ):
-            raise _refuse("a storage that torch does not write")
+            raise UntrustedDataError("reading a value: its pickle holds a storage that torch does not write; refused")
         kind, name, count = pid[1], pid[2], pid[4]
         dtype = kind.dtype if kind.dtype is not None else torch.uint8
         storage = self._storages.get(name)
@@ -234,104 +227,11 @@ class _Archive:
             data = bytearray(self.read(f"data/{name}"))
             tensor = torch.frombuffer(data, dtype=torch.uint8).clone() if data else torch.empty(0, dtype=torch.uint8)
             storage = tensor.untyped_storage()
+            if self._swapped and kind.dtype is not None:
+                storage.byteswap(kind.dtype)  # type: ignore[no-untyped-call]  # torch has no annotation there
             self._storages[name] = storage
         if count * dtype.itemsize != storage.nbytes():
             raise CorruptCheckpointError("reading a value: the size of a tensor's data is wrong; it is damaged")
         return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
             wrap_storage=storage, dtype=dtype, _internal=True
         )
-
-
-class StorageClass:
-    """Stands for a storage class of torch, whose pickles name nothing but the dtype."""
-
-    __slots__ = ("dtype",)
-
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype = dtype
-
-
-def _refuse(what: str) -> UntrustedDataError:
-    return UntrustedDataError(f"reading a value: its pickle holds {what}; refused")
-
-
-def _check_numbers(numbers: object) -> tuple[int, ...]:
-    if not isinstance(numbers, tuple | list) or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
-        raise _refuse("a tensor without sizes and strides")
-    return tuple(numbers)
-
-
-def _set_tensor(storage: object, dtype: object, offset: object, sizes: object, strides: object) -> torch.Tensor:
-    shape, steps = _check_numbers(sizes), _check_numbers(strides)
-    if (
-        not isinstance(storage, torch.storage.TypedStorage)
-        or not isinstance(dtype, torch.dtype)
-        or type(offset) is not int
-        or offset < 0
-        or len(shape) != len(steps)
-    ):
-        raise _refuse("a tensor that torch does not write")
-    if 0 not in shape:
-        last = offset + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
-        if (last + 1) * dtype.itemsize > storage._untyped_storage.nbytes():
-            raise CorruptCheckpointError("reading a value: a tensor exceeds its storage; it is damaged")
-    return torch.empty((0,), dtype=dtype).set_(storage._untyped_storage, offset, shape, steps)
-
-
-def _finish(tensor: torch.Tensor, requires_grad: object, flags: object) -> torch.Tensor:
-    if flags is not None:
-        if type(flags) is not dict or not set(flags) <= {"conj", "neg"}:
-            raise _refuse("a tensor with further state")
-        if flags.get("conj") is True:
-            tensor = torch._conj(tensor)
-        if flags.get("neg") is True:
-            tensor = torch._neg_view(tensor)
-    if requires_grad is True:
-        tensor.requires_grad_(True)
-    return tensor
-
-
-def _rebuild_typed(
-    storage: object,
-    offset: object,
-    sizes: object,
-    strides: object,
-    requires_grad: object = False,
-    _hooks: object = None,
-    flags: object = None,
-) -> torch.Tensor:
-    dtype = storage.dtype if isinstance(storage, torch.storage.TypedStorage) else None
-    return _finish(_set_tensor(storage, dtype, offset, sizes, strides), requires_grad, flags)
-
-
-def _rebuild_untyped(
-    storage: object,
-    offset: object,
-    sizes: object,
-    strides: object,
-    requires_grad: object,
-    _hooks: object,
-    dtype: object,
-    flags: object = None,
-) -> torch.Tensor:
-    return _finish(_set_tensor(storage, dtype, offset, sizes, strides), requires_grad, flags)
-
-
-def _rebuild_parameter(tensor: object, requires_grad: object = True, _hooks: object = None) -> torch.Tensor:
-    if type(tensor) is not torch.Tensor:
-        raise _refuse("a parameter without a tensor")
-    return torch.nn.Parameter(tensor, requires_grad is True)
-
-
-_GLOBALS = {
-    ("torch._utils", "_rebuild_tensor"): Global(_rebuild_typed, _rebuild_typed),
-    ("torch._utils", "_rebuild_tensor_v2"): Global(_rebuild_typed, _rebuild_typed),
-    ("torch._utils", "_rebuild_tensor_v3"): Global(_rebuild_untyped, _rebuild_untyped),
-    ("torch._utils", "_rebuild_parameter"): Global(_rebuild_parameter, _rebuild_parameter),
-    ("torch.storage", "UntypedStorage"): Global(StorageClass(None)),
-} | {("torch", name): Global(StorageClass(dtype)) for dtype, name in STORAGE_CLASSES.items()}
-
-
-def resolve_tensor_value(module: str, name: str) -> Global | None:
-    """The allow-list for values, with what rebuilds a tensor from its storage."""
-    return _GLOBALS.get((module, name)) or resolve_value(module, name)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from dcpfs.config import Trust
 from dcpfs.errors import CorruptCheckpointError, DcpfsError, UntrustedDataError
-from dcpfs.format.allowlist import ALLOWLIST, Global, Resolver, check_hashable
+from dcpfs.format.allowlist import ALLOWLIST, MANY_KEYS, Global, Resolver, check_hashable
 
 __all__ = ["SafeUnpickler", "loads"]
 
@@ -126,15 +126,36 @@ class SafeUnpickler(pickle._Unpickler):
         if found is None or found.value is not function or found.call is None or type(arguments) is not tuple:
             raise self._refused(f"a call of {_describe(function)}")
         self._count_copied(arguments)
+        self._count_hashed(found.value, arguments)
         return found.call(*arguments)
 
     def _count_copied(self, values: tuple[Any, ...]) -> None:
         """Bound what calls and states copy: a few bytes can name a long value again and again."""
         for value in values:
             if type(value) in _SIZED and len(value) > _SHORT:
-                self._copied += len(value)
-                if self._copied > 8 * self._size_bytes + 4096:
-                    raise self._refused("far more copies of its data than it has data")
+                self._count(len(value))
+
+    def _count_hashed(self, kind: object, arguments: tuple[Any, ...]) -> None:
+        """Bound what hashing the items of a call looks at, likewise."""
+        for value in arguments:
+            if type(value) is tuple:
+                self._count(check_hashable((value,)))
+            elif type(value) is list and kind in (set, frozenset):
+                self._count(check_hashable(value))
+            elif type(value) is list and kind is OrderedDict:
+                self._count(check_hashable([pair[0] for pair in value if type(pair) in (list, tuple) and pair]))
+
+    def _count(self, size_bytes: int) -> None:
+        self._copied += size_bytes
+        if self._copied > 8 * self._size_bytes + 4096:
+            raise self._refused("far more copies of its data than it has data")
+
+    def _fill(self, target: Any, fill: Callable[[], object]) -> None:
+        """Add items to a table, with a look at all of its keys whenever their number has doubled."""
+        before = len(target)
+        fill()
+        if len(target) > MANY_KEYS and len(target).bit_length() > before.bit_length():
+            check_hashable(target)
 
     def _instantiate(self, klass: object, args: object) -> None:
         self.append(self._call(klass, tuple(args) if isinstance(args, list) else args))
@@ -189,17 +210,22 @@ class SafeUnpickler(pickle._Unpickler):
     def _load_setitem(self) -> None:
         value = self.stack.pop()
         key = self.stack.pop()
-        check_hashable((key,))
-        self._target(_MAPPINGS)[key] = value
+        self._count(check_hashable((key,)))
+        target = self._target(_MAPPINGS)
+        self._fill(target, lambda: target.__setitem__(key, value))
 
     def _load_setitems(self) -> None:
         items = self.pop_mark()
         if len(items) % 2:
             raise pickle.UnpicklingError("odd number of items for SETITEMS")
         target = self._target(_MAPPINGS)
-        check_hashable(items[::2])
-        for position in range(0, len(items), 2):
-            target[items[position]] = items[position + 1]
+        self._count(check_hashable(items[::2]))
+
+        def fill() -> None:
+            for position in range(0, len(items), 2):
+                target[items[position]] = items[position + 1]
+
+        self._fill(target, fill)
 
     def _load_append(self) -> None:
         value = self.stack.pop()
@@ -211,17 +237,18 @@ class SafeUnpickler(pickle._Unpickler):
 
     def _load_additems(self) -> None:
         items = self.pop_mark()
-        check_hashable(items)
-        self._target((set,)).update(items)
+        self._count(check_hashable(items))
+        target = self._target((set,))
+        self._fill(target, lambda: target.update(items))
 
     def _load_frozenset(self) -> None:
         items = self.pop_mark()
-        check_hashable(items)
+        self._count(check_hashable(items))
         self.append(frozenset(items))
 
     def _load_dict(self) -> None:
         items = self.pop_mark()
-        check_hashable(items[::2])
+        self._count(check_hashable(items[::2]))
         self.append({items[position]: items[position + 1] for position in range(0, len(items), 2)})
 
     def _load_bytearray8(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import ShardingStrategy
@@ -438,3 +439,200 @@ def test_damaged_pickles_behind_right_checksums_are_errors_of_ours(name: str, da
     records["data.pkl"] = bytes(pickled)
     with contextlib.suppress(CorruptCheckpointError, UntrustedDataError):
         decode_object(archive_of(records), key="k")
+
+
+# --- what torch rebuilds in ways of its own
+
+
+class Tagged(torch.Tensor):
+    """A subclass with memory of its own."""
+
+
+class Wrapping(torch.Tensor):
+    """A subclass without memory: an inner tensor is its state."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.held = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's has annotations of its own
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*[each.held if isinstance(each, Wrapping) else each for each in args], **(kwargs or {}))
+
+
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.scale = [1, 2]  # type: ignore[attr-defined]  # of the user's own
+    return tensor
+
+
+def other_tensors() -> dict[str, torch.Tensor]:
+    matrix = torch.tensor([[1.0, 0, 2], [0, 3, 0]])
+    return {
+        "coo": matrix.to_sparse(),
+        "coo, not coalesced": torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,)),
+        "csr": matrix.to_sparse_csr(),
+        "csc": matrix.to_sparse_csc(),
+        "bsr": torch.eye(4).to_sparse_bsr((2, 2)),
+        "quantized": torch.quantize_per_tensor(matrix, 0.5, 1, torch.qint8),
+        "quantized by channel": torch.quantize_per_channel(
+            matrix, torch.tensor([0.5, 0.25]), torch.tensor([0, 1]), 0, torch.quint8
+        ),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)]),
+        "meta": torch.empty(2, 3, device="meta", dtype=torch.float16),
+        "attributes": with_attribute(torch.ones(2)),
+        "parameter with attributes": with_attribute(torch.nn.Parameter(torch.ones(2))),
+        "subclass": torch.arange(3.0).as_subclass(Tagged),
+        "wrapper": Wrapping(torch.arange(3.0)),
+    }
+
+
+OTHER_TENSORS = list(other_tensors())
+
+
+def as_plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor consists of."""
+    if isinstance(tensor, Wrapping):
+        return [tensor.held]
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.is_quantized:
+        scales = tensor.q_per_channel_scales() if tensor.qscheme() is torch.per_channel_affine else None
+        return [tensor.int_repr(), tensor.dequantize(), *([] if scales is None else [scales])]
+    return [] if tensor.is_meta else [tensor.detach().to_dense().as_subclass(torch.Tensor)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_tensors_of_every_kind_come_back_without_torchs_unpickler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = other_tensors()[name]
+    data = torch_save({"a": value})
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch must not read what nobody trusts"))
+    with torch.serialization.safe_globals([Tagged, Wrapping]):
+        made = decode_object(data, key="k")
+    assert isinstance(made, dict)
+    found = made["a"]
+    assert (type(found), found.dtype, found.layout, found.device) == (
+        type(value), value.dtype, value.layout, value.device,
+    )  # fmt: skip
+    assert found.is_nested or found.shape == value.shape
+    assert all(map(torch.equal, as_plain(found), as_plain(value)))
+    assert getattr(found, "scale", None) == getattr(value, "scale", None)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["nested", "tensors", "module state", "python random state"])
+def test_files_of_the_format_before_1_6_come_back(name: str) -> None:
+    buffer = io.BytesIO()
+    torch.save(STORABLE[name], buffer, _use_new_zipfile_serialization=False)
+    data = buffer.getvalue()
+    assert same(decode_object(data, key="k"), STORABLE[name])
+    for cut in range(0, len(data) - 1, 1 + len(data) // 200):
+        with pytest.raises(CorruptCheckpointError):
+            decode_object(data[:cut], key="k")
+
+
+def test_a_large_file_of_the_format_before_1_6_comes_back() -> None:
+    value = {f"k{number}": torch.full((number % 5,), float(number)) for number in range(1000)}
+    buffer = io.BytesIO()
+    torch.save(value, buffer, _use_new_zipfile_serialization=False)
+    assert same(decode_object(buffer.getvalue()), value)
+
+
+def test_tensors_of_a_machine_of_another_byte_order_come_back() -> None:
+    value = {"a": torch.arange(5, dtype=torch.int32), "b": torch.ones(2, dtype=torch.complex64)}
+    with zipfile.ZipFile(io.BytesIO(torch_save(value))) as archive:
+        records = {info.filename.partition("/")[2]: archive.read(info) for info in archive.infolist()}
+    records["byteorder"] = b"big"
+    records["data/0"] = np.frombuffer(records["data/0"], "<i4").byteswap().tobytes()
+    records["data/1"] = np.frombuffer(records["data/1"], "<f4").byteswap().tobytes()
+    assert same(decode_object(archive_of(records)), value)
+    records["byteorder"] = b"middle"
+    with pytest.raises(CorruptCheckpointError, match="byte order"):
+        decode_object(archive_of(records))
+
+
+def number(value: int) -> bytes:
+    return b"\x8a\x09" + value.to_bytes(9, "little", signed=True)
+
+
+def function(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+PLAIN = tensor_pickle(stored("0", 4), 0, 4, 1)[2:-1]
+REPEATED = tensor_pickle(stored("0", 4), 0, 1 << 40, 0)[2:-1]
+LONGS = b"ctorch._utils\n_rebuild_tensor_v2\n(" + stored("1", 2, b"LongStorage")
+HOOKS = b"\x89ccollections\nOrderedDict\n)Rt"
+QUANTIZED = function("torch._utils", "_rebuild_qtensor") + b"(" + stored("0", 16, b"QUInt8Storage") + b"K\0"
+ABUSES: dict[str, bytes] = {
+    "bytearray of a size": function("builtins", "bytearray") + number(1 << 32) + b"\x85R",
+    "memory that nobody wrote": function("torch", "FloatTensor") + number(1 << 20) + b"\x85R",
+    "tensor of a size": function("torch", "Tensor") + number(1 << 20) + b"\x85\x81",
+    "storage of a size": function("torch.storage", "UntypedStorage") + number(1 << 20) + b"\x85R",
+    "typed storage": function("torch.storage", "TypedStorage") + number(1 << 20) + b"\x85R",
+    "quantized, larger than its bytes": QUANTIZED + number(1 << 40) + b"\x85K\1\x85("
+    + function("torch", "per_tensor_affine") + b"G?\xe0\0\0\0\0\0\0K\0t" + HOOKS + b"R",
+    "quantized, repeated": QUANTIZED + number(1 << 40) + b"\x85K\0\x85("
+    + function("torch", "per_tensor_affine") + b"G?\xe0\0\0\0\0\0\0K\0t" + HOOKS + b"R",
+    "quantized, no scheme": QUANTIZED + b"K\4\x85K\1\x85)" + HOOKS + b"R",
+    "quantized, repeated scales": QUANTIZED + b"K\4\x85K\1\x85("
+    + function("torch", "per_channel_affine") + REPEATED + REPEATED + b"K\0t" + HOOKS + b"R",
+    "sparse of repeated": function("torch._utils", "_rebuild_sparse_tensor") + function("torch", "sparse_coo") + b"("
+    + REPEATED + REPEATED + number(9) + b"\x85t\x86R",
+    "sparse outside": function("torch._utils", "_rebuild_sparse_tensor") + function("torch", "sparse_coo") + b"("
+    + LONGS + b"K\0K\1K\2\x86K\2K\1\x86" + HOOKS + b"R" + tensor_pickle(stored("0", 4), 0, 2, 1)[2:-1]
+    + b"K\3\x85t\x86R",
+    "nested outside": function("torch._utils", "_rebuild_nested_tensor") + b"(" + PLAIN
+    + LONGS + b"K\0K\1K\1\x86K\1K\1\x86" + HOOKS + b"R" + LONGS + b"K\0K\1K\1\x86K\1K\1\x86" + HOOKS + b"R"
+    + LONGS + b"K\1K\1\x85K\1\x85" + HOOKS + b"RtR",
+    "copy of repeated": function("torch._utils", "_rebuild_device_tensor_from_cpu_tensor") + b"(" + REPEATED
+    + function("torch", "float64") + b"X\x03\0\0\0cpu\x89tR",
+    "methods of a tensor": function("torch._tensor", "_rebuild_from_type_v2") + b"("
+    + function("torch._utils", "_rebuild_parameter") + function("torch.nn.parameter", "Parameter") + PLAIN
+    + b"\x89N\x87}X\x04\0\0\0dataNstR",
+    "a type made by anything": function("torch._tensor", "_rebuild_from_type_v2") + b"("
+    + function("builtins", "bytearray") + function("torch", "Tensor") + number(1 << 32) + b"\x85NtR",
+    "a type that is none": function("torch._tensor", "_rebuild_from_type_v2") + b"("
+    + function("torch._utils", "_rebuild_parameter") + function("builtins", "int") + PLAIN + b"\x89N\x87NtR",
+    "a wrapper of nothing": function("torch._tensor", "_rebuild_from_type_v2") + b"("
+    + function("torch._utils", "_rebuild_wrapper_subclass") + function("torch", "Tensor") + b"("
+    + function("torch", "Tensor") + function("torch", "float32") + b"K\1\x85K\1\x85K\0"
+    + function("torch", "strided") + b"X\x03\0\0\0cpu\x89tNtR",
+    # torch.distributed.tensor lets torch trust classes of its own.
+    "a mesh, which makes process groups": function("torch.distributed.device_mesh", "DeviceMesh")
+    + b"X\x03\0\0\0cpu](K\0K\1e\x86R",
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ABUSES)
+def test_case_111_no_way_to_rebuild_a_tensor_takes_more_than_its_bytes(name: str) -> None:
+    records = {"data.pkl": b"\x80\x02" + ABUSES[name] + b".", "byteorder": b"little"}
+    data = archive_of({**records, "data/0": bytes(16), "data/1": struct.pack("<qq", 5, 1 << 40)})
+    with pytest.raises((CorruptCheckpointError, UntrustedDataError)):
+        decode_object(data, key="k")
+
+
+def test_a_file_of_the_format_before_1_6_takes_no_more_than_its_bytes() -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.ones(1000), buffer, _use_new_zipfile_serialization=False)
+    for count in (1 << 40, 1 << 62, 999, 1001):
+        data = buffer.getvalue().replace(struct.pack("<BH", ord("M"), 1000), b"\x8a\x08" + struct.pack("<q", count))
+        assert data != buffer.getvalue()
+        with pytest.raises((CorruptCheckpointError, UntrustedDataError)):
+            decode_object(data, key="k")
+
+
+def test_an_archive_whose_records_share_bytes_is_refused() -> None:
+    data = bytearray(archive_of({"data.pkl": b"\x80\x02N.", "data/0": bytes(400), "data/1": bytes(400)}))
+    first, second = data.index(b"PK\x01\x02"), data.rindex(b"PK\x01\x02")
+    middle = data.index(b"PK\x01\x02", first + 1)
+    data[second + 42 : second + 46] = data[middle + 42 : middle + 46]
+    with pytest.raises(CorruptCheckpointError, match="overlap"):
+        decode_object(bytes(data), key="k")

@@ -434,3 +434,71 @@ def test_damaged_pickles_are_errors_of_ours(value: Any, protocol: int, data: st.
 def test_random_bytes_are_errors_of_ours(data: bytes) -> None:
     with contextlib.suppress(CorruptCheckpointError, UntrustedDataError):
         loads(data + b".")
+
+
+PRIME = (1 << 61) - 1
+"""Whole numbers that differ by this have one hash."""
+ALIKE = [PRIME * number for number in range(1, 20_001)]
+FLOODS: dict[str, bytes] = {
+    "dict": pickle.dumps(dict.fromkeys(ALIKE), 2),
+    "set": pickle.dumps(set(ALIKE[:3000]), 2),
+    "items of a set": pickle.dumps(set(ALIKE[:3000]), 4),
+    "frozenset": pickle.dumps(frozenset(ALIKE[:3000]), 4),
+    "one by one": b"\x80\2}" + b"".join(b"\x8a\x0b" + key.to_bytes(11, "little") + b"Ns" for key in ALIKE) + b".",
+    "in threes": b"\x80\2}"
+    + b"".join(b"(" + b"".join(b"\x8a\x0b" + key.to_bytes(11, "little") + b"N" for key in ALIKE[at : at + 3]) + b"u"
+               for at in range(0, len(ALIKE), 3))
+    + b".",
+    "tuples": pickle.dumps(dict.fromkeys((key, 1) for key in ALIKE), 2),
+    "complex": pickle.dumps(dict.fromkeys(complex(1_000_003.0 * (5000 - n), n) for n in range(5000)), 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_keys_that_were_made_to_have_one_hash_are_refused(name: str) -> None:
+    with pytest.raises(UntrustedDataError, match="one hash"):
+        loads(FLOODS[name])
+
+
+def test_a_short_list_of_long_keys_named_again_and_again_is_not_hashed_without_bound() -> None:
+    long = pickle.dumps((1,) * 9000, 2)[2:-1] + b"q\7"
+    for kind in (name_of("builtins", "set"), name_of("collections", "OrderedDict")):
+        items = b"](" + (b"h\7" if b"set" in kind else b"h\7N\x86") * 200 + b"e\x85q\0"
+        with pytest.raises(UntrustedDataError, match=r"copies"):
+            loads(b"\x80\4" + long + b"0" + kind + b"q\1" + items + b"R" + b"0h\1h\0R" * AGAIN + b".")
+
+
+@pytest.mark.parametrize(
+    "key", [(1,) * 9000, 1 << 400_000, ((5,) * 4000, (6,) * 4000)], ids=["tuple", "number", "tuples"]
+)
+def test_a_long_key_named_again_and_again_is_not_hashed_without_bound(key: object) -> None:
+    long = pickle.dumps(key, 2)[2:-1] + b"q\7"
+    for again in (
+        b"0}(" + b"h\7N" * 20_000 + b"u.",
+        b"0}" + b"h\7Ns" * 20_000 + b".",
+        b"0\x8f(" + b"h\7" * 20_000 + b"\x90.",
+    ):
+        with pytest.raises(UntrustedDataError, match=r"copies|again"):
+            loads(b"\x80\4" + long + again)
+
+
+def test_ordinary_tables_of_any_length_pass() -> None:
+    for value in (
+        dict.fromkeys(range(50_000)),
+        dict.fromkeys((n % 300, n // 300) for n in range(50_000)),
+        dict.fromkeys(n / 8 for n in range(50_000)),
+        set(range(-50_000, 50_000)),
+        frozenset(1 << n for n in range(5000)),
+        [{(0, 1): n, 5: n} for n in range(20_000)],
+        [range(5), slice(None, 7)],
+    ):
+        for protocol in (2, 4):
+            assert loads(pickle.dumps(value, protocol)) == value
+
+
+def test_ranges_and_slices_are_of_numbers_that_one_counts_to() -> None:
+    for name in ("range", "slice"):
+        with pytest.raises(UntrustedDataError):
+            loads(call("builtins", name, pickle.dumps(1 << 5000, 2)[2:-1]))
+        with pytest.raises(UntrustedDataError):
+            loads(call("builtins", name, b"K\1K\1K\1K\1"))

@@ -1,0 +1,141 @@
+"""A file of ``torch.save`` as it was before 1.6, and as a pickled tensor still carries its memory.
+
+Problem: whole files of that format are rare; but ``pickle.dumps`` of a tensor calls ``torch.storage._load_from_bytes``
+with one. Letting it call that is ``torch.load`` with everything allowed, which makes memory of any size that the file
+names before it has read a byte; and torch 2.13 can't load such a file where the dtype has no storage class of its own
+(uint16, float8, …).
+
+Way taken: the file is taken apart here. It is five pickles, which go through `SafeUnpickler`, and the bytes::
+
+    magic number | protocol | byte order and sizes | the value | keys of its storages | count | bytes | count | bytes …
+
+Which storages there are, only the value says, and their bytes come after it. So it is read twice: first with empty
+storages, no larger together than the file, then with the bytes in them.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+
+from dcpfs.errors import CorruptCheckpointError, DcpfsError, UntrustedDataError
+from dcpfs.format.allowlist import Resolver
+from dcpfs.format.tensor_values import StorageClass, resolve_tensor_value
+from dcpfs.format.unpickling import SafeUnpickler
+
+__all__ = ["decode_old_file"]
+
+_MAGIC = 0x1950A86A20F9469CFC6C
+_PROTOCOL = 1001
+_HEAD_BYTES = 16384
+"""More than the pickles of a tensor's memory take: such a file is not copied to read them."""
+
+
+def decode_old_file(data: bytes | memoryview, *, what: str, resolve: Resolver = resolve_tensor_value) -> object:
+    """Decode the value. Tensors come to the CPU.
+
+    Args:
+        data: The whole file.
+        what: What is decoded, for errors.
+        resolve: The allow-list.
+
+    Raises:
+        UntrustedDataError: It names a class that is not on the allow-list, or was written on another kind of machine.
+        CorruptCheckpointError: It is damaged, or no such file.
+    """
+    return _OldFile(memoryview(data).cast("B"), what, resolve).decode()
+
+
+class _OldFile:
+    def __init__(self, view: memoryview, what: str, resolve: Resolver) -> None:
+        self._view = view
+        self._what = what
+        self._resolve = resolve
+        self._position = 0
+        self._storages: dict[str, tuple[torch.dtype, torch.UntypedStorage]] = {}
+        self._size_bytes = 0
+
+    def decode(self) -> object:
+        if bytes(self._view[:1]) != pickle.PROTO or self._load() != _MAGIC or self._load() != _PROTOCOL:
+            raise self._damaged("it is no file of torch.save")
+        system = self._load()
+        if type(system) is not dict or system.get("little_endian") is not True:
+            raise UntrustedDataError(
+                f"reading {self._what}: it was written on a machine of another byte order; refused"
+            )
+        start = self._position
+        value = self._load()
+        self._fill(self._load())
+        if not self._storages:
+            return value
+        self._position = start
+        return self._load()
+
+    def _load(self) -> object:
+        """The next pickle."""
+        rest = self._view[self._position :]
+        known = dict(self._storages), self._size_bytes
+        try:
+            return self._load_from(rest[:_HEAD_BYTES])
+        except DcpfsError:
+            if len(rest) <= _HEAD_BYTES:
+                raise
+        self._storages, self._size_bytes = known
+        return self._load_from(rest)
+
+    def _load_from(self, data: memoryview) -> object:
+        unpickler = SafeUnpickler(data, what=self._what, resolve=self._resolve, load_persistent=self._load_storage)
+        value: object = unpickler.load()
+        self._position += unpickler.position_bytes
+        return value
+
+    def _load_storage(self, pid: object) -> object:
+        if (
+            type(pid) is not tuple
+            or len(pid) != 6
+            or pid[0] != "storage"
+            or type(pid[1]) is not StorageClass
+            or type(pid[2]) is not str
+            or type(pid[4]) is not int
+            or pid[4] < 0
+            or pid[5] is not None
+        ):
+            raise UntrustedDataError(f"reading {self._what}: it holds a storage that torch does not write; refused")
+        kind, key, count = pid[1], pid[2], pid[4]
+        dtype = kind.dtype if kind.dtype is not None else torch.uint8
+        if key not in self._storages:
+            self._size_bytes += count * dtype.itemsize
+            if self._size_bytes > len(self._view):
+                raise self._damaged("its storages are larger than it is")
+            self._storages[key] = (dtype, torch.zeros(count * dtype.itemsize, dtype=torch.uint8).untyped_storage())
+        known, storage = self._storages[key]
+        if known is not dtype or storage.nbytes() != count * dtype.itemsize:
+            raise self._damaged("one storage has two sizes")
+        return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
+            wrap_storage=storage, dtype=dtype, _internal=True
+        )
+
+    def _fill(self, keys: object) -> None:
+        """Bring the bytes into the storages."""
+        if type(keys) is not list or not {*map(type, keys)} <= {str} or sorted(keys) != sorted(self._storages):
+            raise self._damaged("its storages are not those of its value")
+        position = self._position
+        for key in keys:
+            dtype, storage = self._storages[key]
+            size_bytes = storage.nbytes()
+            count = self._view[position : position + 8]
+            stop = position + 8 + size_bytes if key is not keys[-1] else None  # nothing comes after the last
+            payload = self._view[position + 8 : stop]
+            written = int.from_bytes(count, "little") * dtype.itemsize
+            if len(count) != 8 or written != size_bytes or len(payload) != size_bytes:
+                raise self._damaged(
+                    f"it holds {len(payload)} bytes for {size_bytes // dtype.itemsize} elements of {dtype}"
+                )
+            if size_bytes:
+                target = torch.empty(0, dtype=torch.uint8).set_(storage)
+                target.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+            position += 8 + size_bytes
+
+    def _damaged(self, reason: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"reading {self._what}: {reason}; it is damaged")
