@@ -12,15 +12,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dcpfs.checkpointer.layout import check_key
 from dcpfs.errors import CorruptCheckpointError, UntrustedDataError
 from dcpfs.format.names import check_relative_name
 
 __all__ = ["SCHEMA_VERSION", "FileRecord", "Manifest", "decode_manifest", "encode_manifest"]
 
 SCHEMA_VERSION = 1
+_LARGEST_NUMBER = 1 << 62
+_CRC32 = re.compile(r"[0-9a-f]{8}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +112,25 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
         UntrustedDataError: A name leaves the step.
     """
     try:
-        record = json.loads(data.decode("utf-8"))
+        record = json.loads(data.decode("utf-8"), object_pairs_hook=_distinct)
         schema = record["schema"]
         if schema != SCHEMA_VERSION:
             raise ValueError(f"schema {schema!r} is not known to this version, which knows {SCHEMA_VERSION}")
         files = {check_relative_name(str(name)): _file_from_json(value) for name, value in record["files"].items()}
         metric = record.get("metric")
         rank_files = {
-            str(key): {_count(int(rank)): _member(name, files) for rank, name in names.items()}
+            check_key(key): {_rank(rank): _member(name, files) for rank, name in names.items()}
             for key, names in record.get("rank_files", {}).items()
         }
+        keys = tuple(check_key(key) for key in record["keys"])
+        if len({*keys, *rank_files}) != len(keys) + len(rank_files):
+            raise ValueError("a key stands there twice")
         return Manifest(
             save_id=_text(record["save_id"]),
             iteration=_count(record["iteration"]),
             world_size=_count(record["world_size"]),
             files=files,
-            keys=tuple(_text(key) for key in record["keys"]),
+            keys=keys,
             rank_files=rank_files,
             metric=None if metric is None else _number(metric),
             created_seconds=_number(record.get("created", 0.0)),
@@ -133,7 +140,7 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
         )
     except UntrustedDataError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"can't read the manifest of {url}: {type(error).__name__}: {error}; it was damaged or edited, so load "
             "another step",
@@ -147,14 +154,28 @@ def _file_to_json(record: FileRecord) -> dict[str, object]:
 
 def _file_from_json(value: Mapping[str, object]) -> FileRecord:
     crc32 = value["crc32"]
-    if crc32 is not None and (not isinstance(crc32, str) or len(crc32) != 8):
+    if crc32 is not None and (not isinstance(crc32, str) or not _CRC32.fullmatch(crc32)):
         raise ValueError(f"{crc32!r} is no CRC-32 in hexadecimal")
     return FileRecord(_count(value["size"]), None if crc32 is None else int(crc32, 16))
 
 
+def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name stands there twice")
+    return fields
+
+
+def _rank(text: str) -> int:
+    rank = _count(int(text))
+    if str(rank) != text:
+        raise ValueError(f"{text[:80]!r} is no rank")
+    return rank
+
+
 def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no count")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_NUMBER:
+        raise ValueError(f"{str(value)[:80]} is no count")
     return value
 
 

@@ -149,8 +149,10 @@ class _Verification:
         for name, record in sorted(manifest.files.items()):
             if wanted is not None and name not in wanted:
                 continue
-            if name in listed and listed[name] != record.size_bytes:
-                self._add(name, f"has {listed[name]} bytes instead of {record.size_bytes}")
+            size_bytes = listed[name] if name in listed else self._size(name)
+            if size_bytes != record.size_bytes:  # before there are as many ranges as the manifest promises bytes
+                if size_bytes is not None:
+                    self._add(name, f"has {size_bytes} bytes instead of {record.size_bytes}")
                 continue
             starts = range(0, record.size_bytes, self._read_bytes)
             if record.crc32 is None or not starts:
@@ -158,11 +160,21 @@ class _Verification:
                 continue
             sums = _Sums(len(starts))
             for number, start in enumerate(starts):
-                size_bytes = min(self._read_bytes, record.size_bytes - start)
-                yield Task(size_bytes, self._sum_task(name, sums, number, start, size_bytes, record.crc32))
+                range_bytes = min(self._read_bytes, record.size_bytes - start)
+                yield Task(range_bytes, self._sum_task(name, sums, number, start, range_bytes, record.crc32))
 
     def _check_there(self, name: str) -> None:
         self._store.head(self._at(name))
+
+    def _size(self, name: str) -> int | None:
+        """Of a file that was not listed; None: it is missing, which is noted."""
+        try:
+            return self._store.head(self._at(name)).size_bytes
+        except BucketNotFoundError:
+            raise
+        except ObjectNotFoundError:
+            self._add(name, "is missing")
+            return None
 
     def _sum_task(
         self, name: str, sums: _Sums, number: int, start: int, size_bytes: int, expected: int
@@ -269,6 +281,9 @@ class _Verification:
         try:
             with zipfile.ZipFile(stream) as archive:
                 records = archive.infolist()
+                if any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                    self._add(file, f"is damaged: the entry of {key!r} is compressed, which torch does not write", key)
+                    return
                 if all(record.CRC == 0 for record in records if record.file_size):
                     return  # the writer was told to compute none
                 damaged = archive.testzip()
