@@ -362,6 +362,9 @@ class S3Sink:
             self._writer.attempt("abort the upload of", attempt)
         except ObjectNotFoundError:
             logger.debug("The upload to abort is gone")
+        with self._lock:
+            if not self._in_flight:  # a part that is late would make it anew, and is aborted when it ends
+                self._upload_id = None
 
 
 def _combined_etag(parts: Sequence[dict[str, object]]) -> str | None:

@@ -6,6 +6,7 @@ import os
 import pickle
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,31 @@ RETRY = RetryConfig(
     attempts=ATTEMPTS, initial_backoff_seconds=0.001, max_backoff_seconds=0.002, read_timeout_seconds=20
 )
 PARTS = TransferConfig(part_bytes=5 * MIB)
+
+
+class Profile:
+    """A credentials file that is renewed while the store runs, as role helpers do."""
+
+    def __init__(self, server: ScriptedS3Server, path: Path) -> None:
+        self.server = server
+        self.path = path
+        self.generation = 0
+        self.key = ""
+        self.token = ""
+        self.renew()
+
+    def renew(self) -> None:
+        """Write new keys, which the server takes; the old ones expire."""
+        old = self.key
+        self.generation += 1
+        self.key, secret = f"RENEWED{self.generation}", f"secret-of-generation-{self.generation}"
+        self.token = f"token-of-generation-{self.generation}"
+        self.server.accept_credential(self.key, secret, self.token)
+        self.path.write_text(
+            f"[default]\naws_access_key_id={self.key}\naws_secret_access_key={secret}\naws_session_token={self.token}\n"
+        )
+        if old:
+            self.server.expire_credential(old)
 
 
 def open_store(server: ScriptedS3Server, *, retry: RetryConfig = RETRY, **options: object) -> S3Store:

@@ -15,34 +15,9 @@ from dcpfs.storage.s3_store import S3Store
 from dcpfs.testing.s3_exchange import Exchange
 from dcpfs.testing.s3_faults import Action, Fault, expired_token
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
-from tests.faults.s3_scene import LARGE, PARTS, PREFIX, RETRY, SMALL, check_words, open_store, write_large
+from tests.faults.s3_scene import LARGE, PARTS, PREFIX, RETRY, SMALL, Profile, check_words, open_store, write_large
 
 pytestmark = pytest.mark.usefixtures("hear_everything")
-
-
-class Profile:
-    """A credentials file that is renewed while the store runs, as role helpers do."""
-
-    def __init__(self, server: ScriptedS3Server, path: Path) -> None:
-        self.server = server
-        self.path = path
-        self.generation = 0
-        self.key = ""
-        self.token = ""
-        self.renew()
-
-    def renew(self) -> None:
-        """Write new keys, which the server takes; the old ones expire."""
-        old = self.key
-        self.generation += 1
-        self.key, secret = f"RENEWED{self.generation}", f"secret-of-generation-{self.generation}"
-        self.token = f"token-of-generation-{self.generation}"
-        self.server.accept_credential(self.key, secret, self.token)
-        self.path.write_text(
-            f"[default]\naws_access_key_id={self.key}\naws_secret_access_key={secret}\naws_session_token={self.token}\n"
-        )
-        if old:
-            self.server.expire_credential(old)
 
 
 @pytest.fixture
