@@ -1,11 +1,11 @@
-"""What planning costs: the CPU seconds and bytes of 1,024 ranks, and the collectives and seconds of 2.
+"""What planning costs: the CPU seconds and bytes of up to 4,096 ranks, and the collectives and seconds of 2.
 
 Problem: at scale planning, not storage, can be most of a save, and all ranks wait for one of them (case 74). It can't
-be measured by saving, since nobody has 1,024 ranks at hand.
+be measured by saving, since nobody has 4,096 ranks at hand.
 
 Way taken: the planning work itself, without a network. Each step of an exchange is called as a rank, or the
 coordinator, would call it, in one process: plan, encode; decode all, compare, share out, encode; decode. torch is
-measured in the same way, one key after the other as ``dcp.save`` takes them, with few ranks, since the objects of 1,024
+measured in the same way, one key after the other as ``dcp.save`` takes them, with few ranks, since the objects of 1,000
 don't fit in memory; its coordinator's work grows with the ranks, so it is also told per rank. No figure counts
 before both have planned the same checkpoint: equal metadata, every chunk written once.
 
@@ -22,7 +22,6 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -40,11 +39,10 @@ from dcpfs.dcp.writer import FsspecStorageWriter
 
 from .measuring import Cost, Meter
 from .planning_states import TrainingState, as_rank, training_state
-from .settings import PLACE_PREFIX, client_environment
+from .settings import PACKAGE_ROOT, PLACE_PREFIX, client_environment
 
 __all__ = ["RanksFigure", "SimulationFigure", "markdown", "measure", "save_with_ranks", "simulate_dcpfs"]
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
 _TIMES = 3
 _SIMULATED = (
     "What does planning cost the ranks and the coordinator? torch plans key by key; its coordinator is measured with "
@@ -75,6 +73,7 @@ class SimulationFigure(BaseModel):
         coordinator_extra_bytes: Peak of the coordinator's memory above what it held before.
         assigned_bytes: From the coordinator to one rank.
         decode_cpu_seconds: Of one rank, until it knows what to write.
+        seconds: From the coordinator's receipt of all plans to its answer.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,6 +88,17 @@ class SimulationFigure(BaseModel):
     coordinator_extra_bytes: int | None
     assigned_bytes: int
     decode_cpu_seconds: float
+    case: str = "planning"
+    setting: None = None
+    repetition: int = 0
+    seconds: float | None = None
+    cpu_seconds: float | None = None
+    """Of one rank and the coordinator together: what no other rank can do meanwhile."""
+    gigabytes: None = None
+    peak_bytes: int | None = None
+    requests: None = None
+    moved_bytes: int | None = None
+    """Sent and received by one rank."""
 
 
 class RanksFigure(BaseModel):
@@ -112,24 +122,34 @@ class RanksFigure(BaseModel):
     wall_seconds: float
     cpu_seconds: float
     plan_seconds: float | None
+    case: str = "planning-2"
+    setting: None = None
+    repetition: int = 0
+    seconds: float | None = None
+    gigabytes: None = None
+    peak_bytes: None = None
+    requests: None = None
+    moved_bytes: None = None
 
 
 def measure(
-    *, ranks: int, tensors: int, torch_ranks: int, tell: Callable[[str], None]
+    *, ranks: int | Sequence[int], tensors: int, torch_ranks: int | Sequence[int], tell: Callable[[str], None]
 ) -> list[SimulationFigure | RanksFigure]:
     """All figures of the case.
 
     Args:
-        ranks: Simulated ones.
+        ranks: Simulated ones; several give the cost over their number.
         tensors: Sharded ones of each rank.
-        torch_ranks: Simulated for torch.
+        torch_ranks: The same for torch.
         tell: Shown what is being done.
     """
     figures: list[SimulationFigure | RanksFigure] = []
-    tell(f"planning: dcpfs, {ranks} simulated ranks of {tensors} tensors")
-    figures.append(simulate_dcpfs(ranks, tensors))
-    tell(f"planning: torch, {torch_ranks} simulated ranks")
-    figures.append(simulate_torch(torch_ranks, tensors))
+    for each in [ranks] if isinstance(ranks, int) else ranks:
+        tell(f"planning: dcpfs, {each} simulated ranks of {tensors} tensors")
+        figures.append(simulate_dcpfs(each, tensors))
+    for each in [torch_ranks] if isinstance(torch_ranks, int) else torch_ranks:
+        tell(f"planning: torch, {each} simulated ranks")
+        figures.append(simulate_torch(each, tensors))
     tell("planning: 2 ranks")
     figures += save_with_ranks(tensors)
     return figures
@@ -160,6 +180,10 @@ def simulate_dcpfs(ranks: int, tensors: int) -> SimulationFigure:
         coordinator_extra_bytes=meter.cost.peak_extra_bytes,
         assigned_bytes=len(planned.assigned[-1]),
         decode_cpu_seconds=decoding.cpu_seconds,
+        seconds=meter.cost.ended_seconds - meter.cost.began_seconds,
+        cpu_seconds=local.cpu_seconds + meter.cost.cpu_seconds + decoding.cpu_seconds,
+        peak_bytes=meter.cost.peak_extra_bytes,
+        moved_bytes=len(sent[-1]) + len(planned.assigned[-1]),
     )
 
 
@@ -197,6 +221,10 @@ def simulate_torch(ranks: int, tensors: int) -> SimulationFigure:
         coordinator_extra_bytes=meter.cost.peak_extra_bytes,
         assigned_bytes=sum(map(len, assigned[-1].values())),
         decode_cpu_seconds=decoding.cpu_seconds,
+        seconds=meter.cost.ended_seconds - meter.cost.began_seconds,
+        cpu_seconds=local.cpu_seconds + meter.cost.cpu_seconds + decoding.cpu_seconds,
+        peak_bytes=meter.cost.peak_extra_bytes,
+        moved_bytes=sum(map(len, [*sent[-1].values(), *assigned[-1].values()])),
     )
 
 
@@ -300,7 +328,7 @@ def save_with_ranks(tensors: int, timeout_seconds: float = 600) -> list[RanksFig
             subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.planning_ranks", directory, str(rank), "2", str(tensors)],
                 stdout=subprocess.PIPE,
-                cwd=_REPOSITORY,
+                cwd=PACKAGE_ROOT,
                 env=client_environment(),
                 text=True,
             )

@@ -117,6 +117,7 @@ def _tell(
             wall_seconds=cost.ended_seconds - cost.began_seconds,
             cpu_seconds=cost.cpu_seconds,
             plan_seconds=plan_seconds,
+            seconds=cost.ended_seconds - cost.began_seconds,
         )
         print(figure.model_dump_json(), flush=True)
 

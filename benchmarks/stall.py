@@ -23,14 +23,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from .settings import PLACE_PREFIX, client_environment
+from .settings import PACKAGE_ROOT, PLACE_PREFIX, client_environment
 
 __all__ = ["CONTENDERS", "Blocked", "StallFigure", "StallOrder", "markdown", "measure"]
 
 CONTENDERS = ("dcpfs-async", "dcpfs-async_with_pinned_mem", "torch-thread", "torch-process")
 """`AsyncMode` of ours, and `AsyncCheckpointerType` of ``dcp.async_save`` with a `DefaultStager` that is kept."""
 
-_REPOSITORY = Path(__file__).resolve().parent.parent
 _TMPFS = "/dev/shm"
 
 
@@ -75,11 +74,15 @@ class StallFigure(BaseModel):
         later: The median of those after it.
         quiet_steps_per_second: Of the loop alone.
         saving_steps_per_second: Of the loop while a save runs.
+        seconds: That a later save blocks for.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["stall"] = "stall"
+    case: str = "stall"
+    setting: None = None
+    repetition: int = 0
     contender: str
     size_bytes: int
     threads: int
@@ -88,6 +91,12 @@ class StallFigure(BaseModel):
     later: Blocked
     quiet_steps_per_second: float
     saving_steps_per_second: float
+    seconds: float | None = None
+    cpu_seconds: None = None
+    gigabytes: float | None = None
+    peak_bytes: None = None
+    requests: None = None
+    moved_bytes: None = None
 
     @property
     def copies(self) -> float:
@@ -129,7 +138,7 @@ def measure(
             done = subprocess.run(
                 [sys.executable, "-m", f"{__package__}.stall_job", order.model_dump_json()],
                 stdout=subprocess.PIPE,
-                cwd=_REPOSITORY,
+                cwd=PACKAGE_ROOT,
                 env=client_environment(),
                 text=True,
                 timeout=timeout_seconds,

@@ -95,6 +95,8 @@ def run(order: StallOrder) -> StallFigure:
         ),
         quiet_steps_per_second=quiet,
         saving_steps_per_second=beside,
+        seconds=statistics.median(each.total_seconds for each in later),
+        gigabytes=sum(spec.size_bytes for spec in tensors) / 1e9,
     )
 
 
