@@ -64,11 +64,13 @@ class Ranks:
         rank: This process's rank within the group, 0 without one.
         world_size: Number of ranks in the group, 1 without one.
         group: A group whose object collectives run on the CPU, or None when this process is alone.
+        timeout_seconds: After which who waits in an exchange gives the others up; None: not known.
     """
 
     rank: int = 0
     world_size: int = 1
     group: ProcessGroup | None = None
+    timeout_seconds: float | None = None
 
     @classmethod
     def current(cls, process_group: ProcessGroup | None = None, *, alone: bool = False) -> Ranks:

@@ -104,7 +104,7 @@ def _meet(meeting: Meeting, listener: int | None) -> Ranks:
         use_libuv=True,
     )
     dist.init_process_group("gloo", store=store, rank=meeting.rank, world_size=meeting.world_size, timeout=timeout)
-    return LinkedRanks(meeting.rank, meeting.world_size, dist.group.WORLD)
+    return LinkedRanks(meeting.rank, meeting.world_size, dist.group.WORLD, meeting.timeout_seconds)
 
 
 class _Worker:

@@ -55,7 +55,7 @@ def make_group(process_group: ProcessGroup | None = None, *, timeout_seconds: fl
     group = _new_group(parent, members, timeout)
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigError("can't save or load with this process group: this process is not a member of it")
-    return LinkedRanks(dist.get_rank(group), len(members), group)
+    return LinkedRanks(dist.get_rank(group), len(members), group, timeout_seconds)
 
 
 def close_group(ranks: Ranks) -> None:

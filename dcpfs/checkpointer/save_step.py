@@ -47,6 +47,7 @@ from dcpfs.checkpointer.commit import (
     withdraw_step,
 )
 from dcpfs.checkpointer.layout import parse_rank_file_name, step_name
+from dcpfs.checkpointer.linked_ranks import LostRankError
 from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.manifest import FileRecord, Manifest
 from dcpfs.checkpointer.ownership import put_owned
@@ -62,7 +63,7 @@ from dcpfs.checkpointer.step_plan import (
 from dcpfs.checkpointer.step_writer import StepWriter, join_fingerprints
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
 from dcpfs.dcp.writer import FsspecStorageWriter
-from dcpfs.errors import ConfigError, DcpfsError, IncompleteCheckpointError
+from dcpfs.errors import CheckpointError, ConfigError, DcpfsError, IncompleteCheckpointError
 from dcpfs.format.checksum import crc32
 from dcpfs.format.names import METADATA_NAME
 from dcpfs.ranks import attempt
@@ -172,6 +173,7 @@ class _Save:
         self._stands = False
         self._taken_back = False
         self._stragglers = Stragglers.POSSIBLE
+        self._heard_seconds = time.monotonic()
 
     @property
     def step(self) -> LocalStep:
@@ -201,8 +203,21 @@ class _Save:
             error = attempt(lambda: self._write(assigned))
             phase.add_bytes(self.bytes_written)
         with self._phases.phase("commit"):
+            verdict = self._commit_together(error)
+        if verdict is not None:
+            raise verdict
+        return True
+
+    def _commit_together(self, error: BaseException | None) -> BaseException | None:
+        """Why the step is not committed, or not known to be; None: it is.
+
+        Args:
+            error: Why this rank could not write.
+        """
+        failure: BaseException | None = None
+        try:
             collected = self._ranks.gather_outcomes(self._written, error)
-            failure: BaseException | None = None
+            self._heard_seconds = time.monotonic()
             if isinstance(collected, DcpfsError):
                 failure = collected
             elif collected is not None:
@@ -211,10 +226,9 @@ class _Save:
                 self._stragglers = Stragglers.NONE
             if failure is not None:
                 self.take_back()  # before any rank can begin another save
-            _, verdict = self._ranks.broadcast_verdict(None, failure, error)
-        if verdict is not None:
-            raise verdict
-        return True
+            return self._ranks.broadcast_verdict(None, failure, error)[1]
+        except LostRankError as lost:
+            return error or failure or lost  # the cause, where this rank knows it, and not its consequence
 
     def take_back(self) -> None:
         """Coordinator: delete what all ranks wrote, unless a manifest vouches for it. Idempotent; never raises."""
@@ -274,8 +288,8 @@ class _Save:
         if len(metrics) > 1:
             raise ConfigError(
                 f"can't save iteration {iteration} to {context.save_dir.redacted}: one rank gives the metric "
-                f"{metrics[0]} and another {metrics[1]}; give the same on all ranks, e.g. their mean, or None on all but "
-                "the first"
+                f"{metrics[0]} and another {metrics[1]}; give the same on all ranks, e.g. their mean, or None on all "
+                "but the first"
             )
         self.save_id = f"{sum(word << shift for word, shift in zip(identity, _SHIFTS, strict=True)):032x}"
         return _STATES[state], most == -least and most > 0
@@ -405,10 +419,26 @@ class _Save:
         )
         if self._context.still_wanted is not None:
             self._context.still_wanted()
+        self._require_awaited()
         publish_step(self.store, claim, manifest)
         self._stands = True
         if self._moves_latest:
             move_latest(self.store, step.iteration, claim)
+
+    def _require_awaited(self) -> None:
+        """Coordinator: the others have waited for the verdict since they sent their results, and no longer than that.
+
+        A process that was stopped, or whose store took too long, does not know that they have raised.
+        """
+        limit_seconds = self._ranks.timeout_seconds
+        waited_seconds = time.monotonic() - self._heard_seconds
+        if self._ranks.world_size > 1 and limit_seconds is not None and waited_seconds >= limit_seconds:
+            raise CheckpointError(
+                f"can't publish {self._context.save_dir.join(step_name(self.step.iteration)).redacted}: the other "
+                f"ranks have given up rank {self._ranks.rank}, which came to the commit {waited_seconds:.0f} s "
+                "after their results; raise timeout_seconds where the store needs that long",
+                rank=self._ranks.rank,
+            )
 
     def _publish_keys(
         self, metadata: Mapping[str, Metadata], results: Mapping[str, list[list[WriteResult]]]

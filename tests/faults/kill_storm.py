@@ -49,7 +49,7 @@ from tests.faults.storm_ranks import KEEP_LAST, Order, gate_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CHANGES", "Hit", "Report", "Storm", "Victims", "is_stopped", "wait_until"]
+__all__ = ["CHANGES", "ForkedRanks", "Hit", "Report", "Storm", "Victims", "open_gate"]
 
 ROOT = Path(__file__).parents[2]
 CHANGES = frozenset({"PutObject", "DeleteObject", "DeleteObjects"})
@@ -340,8 +340,13 @@ class ForkedRanks:
                     stack.callback(os.close, ends[-1])
                 if len(report.savers) == order.world_size:
                     for each in range(order.world_size):
-                        with open(gate_of(order, each), "wb"):
-                            pass
+                        open_gate(order, each)
+
+
+def open_gate(order: Order, rank: int, number: int = 0) -> None:
+    """Wait until a rank has come to a gate, and let it pass."""
+    with open(gate_of(order, rank, number), "wb"):
+        pass
 
 
 class _Ambush(Action):
@@ -375,7 +380,7 @@ class _Ambush(Action):
             report.request = f"{request.operation} {name} of rank {asks}"
             report.struck.update(victims)
             report.struck_at = time.monotonic()
-            strike(victims, hit.signal)
+            _strike(victims, hit.signal)
         if not hit.applied and {report.ranks[asks], report.savers[asks]} & victims:
             raise DroppedError
         return None
@@ -396,7 +401,7 @@ def _any(operation: str, name: str, rank: int) -> bool:
     return True
 
 
-def strike(pids: set[int], number: signal.Signals) -> None:
+def _strike(pids: set[int], number: signal.Signals) -> None:
     """Send a signal, and wait until it has done its work."""
     descriptors = {pid: os.pidfd_open(pid) for pid in pids}
     for pid in pids:
@@ -405,17 +410,17 @@ def strike(pids: set[int], number: signal.Signals) -> None:
         if number == signal.SIGKILL:
             assert select.select([descriptor], [], [], SOON_SECONDS)[0]
         elif number == signal.SIGSTOP:
-            wait_until(lambda pid=pid: is_stopped(pid))  # type: ignore[misc]
+            _wait_until(lambda pid=pid: _is_stopped(pid))  # type: ignore[misc]
         os.close(descriptor)
 
 
-def is_stopped(pid: int) -> bool:
+def _is_stopped(pid: int) -> bool:
     """Whether all threads of a process are."""
     tasks = Path(f"/proc/{pid}/task")
     return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir())
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
+def _wait_until(holds: Callable[[], bool]) -> None:
     """Ask until it does.
 
     Raises:

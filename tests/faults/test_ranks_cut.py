@@ -1,0 +1,214 @@
+"""A rank stops answering, or its network is cut: all the others raise in time, and what comes back can't publish.
+
+A killed rank closes its connections, so that everybody notices at once (`test_sigkill_storm`). One that is stopped, or
+that no packet reaches, says nothing at all: the others find out by their time-out, and it finds out when it comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dcpfs.checkpointer.layout import MANIFEST_NAME, step_name
+from dcpfs.testing.scripted_s3 import ScriptedS3Server
+from tests.faults.kill_storm import ForkedRanks, Hit, Report, Storm, Victims, open_gate
+from tests.faults.storm_ranks import Order
+
+THREAD, PROCESS = "async", "async_with_pinned_mem"
+TIMEOUT_SECONDS = 4.0
+LATE_SECONDS = 26.0
+"""What a busy machine may add."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("CRITICAL", logger="dcpfs")
+
+
+class Return:
+    """Does something once all ranks but some have raised: hears a round's lines."""
+
+    def __init__(self, away: set[int], act: Callable[[Report], None]) -> None:
+        self.happened_at = 0.0
+        self._away = away
+        self._act = act
+
+    def __call__(self, report: Report, rank: int, words: list[str]) -> None:
+        others = set(range(report.order.world_size)) - self._away
+        if words[0] != "failed" or self.happened_at or not all(report.words(each, "failed") for each in others):
+            return
+        assert not any(report.words(each, "failed") for each in self._away)
+        self.happened_at = time.monotonic()
+        self._act(report)
+
+
+def check_raised(report: Report, since: float, ranks: Iterable[int]) -> None:
+    """Every rank has said why its save failed, and some of them, who could, in time."""
+    for rank in report.ranks:
+        first = report.words(rank, "failed")[0]
+        assert first[1] in ("LostRankError:", "CheckpointError:", "RankError:"), first
+        assert "rank" in first, first
+    for rank in ranks:
+        first_at = next(at for at, words in report.said[rank] if words[0] == "failed")
+        assert first_at - since < TIMEOUT_SECONDS + LATE_SECONDS
+
+
+def wake(report: Report) -> None:
+    for pid in report.struck:
+        os.kill(pid, signal.SIGCONT)
+
+
+def writes_data(rank: int) -> Callable[[str, str, int], bool]:
+    return lambda operation, name, asks: operation == "PutObject" and name.endswith(".distcp") and asks == rank
+
+
+@pytest.mark.parametrize(
+    ("mode", "rank"), [("disabled", 1), (THREAD, 0), (PROCESS, 1)], ids=["caller", "coordinator, thread", "process"]
+)
+def test_cases_49_60_101_a_rank_that_is_stopped_is_given_up_and_does_not_publish_when_it_goes_on(
+    scripted_s3: ScriptedS3Server, tmp_path: Path, mode: str, rank: int
+) -> None:
+    with Storm(scripted_s3, tmp_path, world_size=3, mode=mode) as storm:
+        storm.run(saves=1).check()
+        back = Return({rank}, wake)
+        hit = Hit(Victims.MACHINE, rank, matches=writes_data(rank), signal=signal.SIGSTOP)
+        report = storm.run(hit, timeout_seconds=TIMEOUT_SECONDS, on_line=back)
+        assert back.happened_at
+        report.check()
+        check_raised(report, report.struck_at, {0, 1, 2} - {rank})
+        assert not report.steps("saved")
+        assert f"{storm.name}/{step_name(2)}/{MANIFEST_NAME}" not in scripted_s3.stored_keys()
+        last = storm.run(saves=2)
+        last.check()
+        assert last.steps("resumed") == [1] * 3
+        storm.check_clean()
+
+
+# --- the network
+
+
+class Networks:
+    """A network namespace for each rank, all on one bridge. A context manager; needs root and iproute2.
+
+    Args:
+        count: Of the ranks.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"dcpfs-{os.getpid()}-{rank}" for rank in range(count)]
+        self._bridge = f"dcpfs-{os.getpid()}-b"
+
+    def __enter__(self) -> list[str]:
+        self._made: list[str] = []
+        try:
+            for name in (*self.names, self._bridge):
+                _ip("netns", "add", name)
+                self._made.append(name)
+            _ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
+            _ip("-n", self._bridge, "link", "set", "bridge", "up")
+            for rank, name in enumerate(self.names):
+                port = f"port{rank}"
+                _ip("link", "add", "ranks", "netns", name, "type", "veth", "peer", "name", port, "netns", self._bridge)
+                _ip("-n", self._bridge, "link", "set", port, "master", "bridge", "up")
+                _ip("-n", name, "addr", "add", f"192.0.2.{rank + 1}/24", "dev", "ranks")
+                for device in ("lo", "ranks"):
+                    _ip("-n", name, "link", "set", device, "up")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self.names
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._made:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "delete", name)
+
+    def cut(self, rank: int) -> None:
+        """No packet reaches a rank any more, nor comes from it."""
+        _ip("-n", self._bridge, "link", "set", f"port{rank}", "nomaster")
+
+    def mend(self, rank: int) -> None:
+        """As before."""
+        _ip("-n", self._bridge, "link", "set", f"port{rank}", "master", "bridge")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture
+def networks() -> Iterator[Networks]:
+    made = Networks(3)
+    try:
+        made.__enter__()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespace can be made, which takes root and iproute2: {error}")
+    try:
+        yield made
+    finally:
+        made.__exit__()
+
+
+@pytest.mark.parametrize(("mode", "rank"), [("disabled", 1), (THREAD, 0)], ids=["caller", "coordinator, thread"])
+def test_cases_49_60_a_rank_whose_network_is_cut_is_given_up_and_does_not_publish(
+    networks: Networks, tmp_path: Path, mode: str, rank: int
+) -> None:
+    def halted(report: Report, asks: int, words: list[str]) -> None:
+        if words[0] == "halted":
+            networks.cut(rank)
+            report.struck_at = time.monotonic()
+            open_gate(report.order, asks, 1)
+        back(report, asks, words)
+
+    def order(name: str, **settings: object) -> Order:
+        return Order(name, str(tmp_path), str(tmp_path / "run"), [{}] * 3, mode, networks=networks.names, **settings)  # type: ignore[arg-type]
+
+    back = Return(set(), lambda _: networks.mend(rank))
+    with ForkedRanks() as ranks:
+        first = order("first", saves=1)
+        report = Report(first, None)
+        ranks.carry_out(first, report)
+        report.check()
+        cut = order("cut", timeout_seconds=TIMEOUT_SECONDS, halts={str(rank): ".distcp"})
+        report = Report(cut, Hit(Victims.RANK, rank))
+        ranks.carry_out(cut, report, halted)
+        assert back.happened_at
+        check_raised(report, report.struck_at, range(3))
+        assert not report.steps("saved")
+        assert not (tmp_path / "run" / step_name(2) / MANIFEST_NAME).exists()
+        last = order("last", saves=1)
+        report = Report(last, None)
+        ranks.carry_out(last, report)
+        report.check()
+        assert report.steps("resumed") == [1] * 3
+
+
+def test_cases_30_101_a_coordinator_that_was_given_up_does_not_commit_any_more(tmp_path: Path) -> None:
+    """It has the results of all ranks, and comes to put the manifest when nobody waits for that any longer."""
+
+    def order(name: str, **settings: object) -> Order:
+        return Order(name, str(tmp_path), str(tmp_path / "run"), [{}] * 2, "disabled", **settings)  # type: ignore[arg-type]
+
+    with ForkedRanks() as ranks:
+        first = order("first", saves=1)
+        ranks.carry_out(first, Report(first, None))
+        back = Return({0}, lambda report: open_gate(report.order, 0, 1))
+        late = order("late", timeout_seconds=TIMEOUT_SECONDS, halts={"0": ".metadata"})
+        report = Report(late, None)
+        ranks.carry_out(late, report, back)
+        assert back.happened_at
+        assert "2" in {words[0] for words in report.words(0, "failed")}
+        assert "the other ranks have given up rank 0" in " ".join(report.words(0, "failed")[0])
+        assert not (tmp_path / "run" / step_name(2) / MANIFEST_NAME).exists()
+        last = order("last", saves=1)
+        report = Report(last, None)
+        ranks.carry_out(last, report)
+        report.check()
+        assert report.steps("resumed") == [1] * 2
