@@ -23,7 +23,7 @@ class Strictness(enum.Enum):
     EXACT = "exact"
     """Everything: what is missing, mismatched, or in the checkpoint without a place on any rank, is an error."""
     REQUIRED = "required"
-    """What the state asks for; what else the checkpoint has is left alone, and said in the log."""
+    """What the state asks for; what else the checkpoint has is left alone, with a warning."""
     LOOSE = "loose"
     """Nothing: what fits is loaded, and the log says what did not."""
 

@@ -9,7 +9,7 @@ ranks share, and what is missing in the state's.
 
 ::
 
-    TemplatePart   template(stored) → filled → load_state_dict(what was filled)
+    TemplatePart   template(stored) → filled → load_state_dict(what was filled; with the containers that were saved)
     Stateful       state_dict() → filled → load_state_dict(all of it)
     mapping        filled in place
     nobody         everything that is stored, whole
@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcpfs.checkpointer.layout import OPTIM, SCHEDULER, TRAINER
 from dcpfs.checkpointer.renaming import FqnNaming, Placement, Renaming, optimizer_fqns
 from dcpfs.checkpointer.stored_value import StoredValue, TemplatePart
+from dcpfs.checkpointer.whole_state import WholeState
 from dcpfs.config import CastPolicy
-from dcpfs.dcp.flatten import Structure, unflatten
+from dcpfs.dcp.flatten import Structure, flatten, unflatten
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.matching import check_plausible
 from dcpfs.dcp.state_filling import StateFilling
@@ -195,13 +196,33 @@ class KeyLoading:
             return self._unflatten()
         if isinstance(part, TemplatePart):
             filling.drop([*self.fit.missing, *self.fit.mismatched, *self.placement.skipped_wanted])
-            part.load_state_dict(filling.template)
-            return filling.template
+            given = self._as_saved(part, filling.template)
+            part.load_state_dict(given)
+            return given
         filling.hand_over()
         if isinstance(part, Stateful) and self._own is not None:
             part.load_state_dict(cast("dict[str, object]", self._own))
             return self._own
         return cast("Mapping[str, object]", part)
+
+    def _as_saved(self, part: object, template: dict[str, object]) -> dict[str, object]:
+        """The template in containers of the kinds that were saved, the empty ones too, as far as that is known.
+
+        Models and optimizers have flat names, and containers of their own where there are any.
+        """
+        opened = self.key in (SCHEDULER, TRAINER) or isinstance(part, WholeState)
+        if not opened or self._index.structure is None or self.placement.sources:
+            return template
+        leaves, _ = flatten(template)
+        structure = Structure.from_json(self._index.structure, self._index.paths)
+        tops = {str(key) for key in template}
+        whole = isinstance(part, WholeState)
+        empty = [
+            path
+            for path, note in structure.containers.items()
+            if note.empty and path and (whole or str(path[0]) in tops)
+        ]
+        return cast("dict[str, object]", unflatten(leaves, structure.restricted(leaves, empty)))
 
     def _unflatten(self) -> Mapping[str, object]:
         structure = Structure.from_json(self._index.structure, self._index.paths)
@@ -239,13 +260,14 @@ def _encode_names(placed: set[str], names: Iterable[str]) -> bytes:
 
 
 def _stored_values(records: Mapping[str, TensorRecord | BytesRecord], index: CheckpointIndex) -> dict[str, StoredValue]:
-    """What a part is told of the checkpoint; of renamed entries not where they stood."""
+    """What a part is told of it; of renamed entries not where they stood, of another tool's no key types."""
     structure = Structure.from_json(index.structure, index.paths)
     stored = {}
     for name, record in records.items():
         dtype, shape = (record.dtype, record.shape) if isinstance(record, TensorRecord) else (None, None)
         if name in structure.paths and index.records.get(name) is record:
-            stored[name] = StoredValue(dtype, shape, structure.paths[name], structure.real_path(name))
+            real_path = () if index.structure is None else structure.real_path(name)
+            stored[name] = StoredValue(dtype, shape, structure.paths[name], real_path)
         else:
             stored[name] = StoredValue(dtype, shape)
     return stored

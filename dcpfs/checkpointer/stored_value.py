@@ -31,7 +31,7 @@ class StoredValue:
         shape: Of the whole tensor, not of a shard; None for any other value.
         path: Where it stood in the nested state that was saved, as torch notes it: text for the keys of mappings, int
             for positions in lists. Empty: not known, so the flat key is taken apart at its dots where it must be.
-        real_path: The same with keys of their real types, e.g. ``("milestones", 2)``; empty: as ``path``.
+        real_path: The same with keys of their real types, e.g. ``("milestones", 2)``; empty: these are not known.
     """
 
     dtype: torch.dtype | None

@@ -6,13 +6,16 @@ should be loaded, or asks for what there is not.
 
 Way taken: the tree is built from the stored paths. A leaf that the live state has too is put in as it is, so tensors
 are filled in place and differences are noticed when the state is matched; for all others there is memory for a tensor,
-or a None that the load replaces. Mappings and lists are told apart by the path, as torch notes it; where a checkpoint
-has no paths, by the live state, else a container with the positions 0, 1, … is taken for a list.
+or a None that the load replaces. Mappings and lists are told apart by the path, as torch notes it, with all keys as
+text: numbers are they that the live mapping has numbers for, such as a scheduler's milestones. Where a checkpoint has
+no paths, by the live state, else a container with the positions 0, 1, … is taken for a list. A mapping is of the
+kind that the live one is: a scheduler's milestones are a ``Counter``.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import cast
 
@@ -82,16 +85,18 @@ def build_tree(stored: Mapping[str, StoredValue], live: Mapping[str, object]) ->
     unknown: dict[str, StoredValue] = {}
     for key, value in stored.items():
         leaf = leaves.get(key)
-        if value.path and len(value.path) == len(value.real_path or value.path):
-            steps = _steps(value.path, value.real_path or value.path)
+        if value.path and len(value.path) == len(value.real_path):
+            steps = _steps(value.path, value.real_path)
+        elif value.path and not value.real_path:
+            steps = _typed_steps(value.path, live)
         elif key in structure.paths:
             steps = _steps(structure.paths[key], structure.real_path(key))
         else:
             unknown[key] = value
             continue
-        _place(root, steps, leaf if key in leaves else placeholder(value))
+        _place(root, steps, leaf if key in leaves else placeholder(value), live)
     for key, steps in _guess(unknown, live).items():
-        _place(root, steps, placeholder(unknown[key]))
+        _place(root, steps, placeholder(unknown[key]), live)
     return cast("dict[str, object]", root)
 
 
@@ -130,7 +135,7 @@ def nest_leaves(
     paths |= _guess([key for key in leaves if key not in paths], own)
     root: dict[object, object] = {}
     for key, leaf in leaves.items():
-        _place(root, paths[key], leaf)
+        _place(root, paths[key], leaf, live)
     return root
 
 
@@ -158,6 +163,18 @@ def placeholder(value: StoredValue) -> torch.Tensor | None:
 
 def _steps(path: tuple[str | int, ...], real_path: tuple[object, ...]) -> list[_Step]:
     return [(real, isinstance(step, int)) for step, real in zip(path, real_path, strict=True)]
+
+
+def _typed_steps(path: tuple[str | int, ...], live: object) -> list[_Step]:
+    """A path of which the types of the keys are not known: they are like those of the live state."""
+    steps: list[_Step] = []
+    for step in path:
+        real: object = step
+        if isinstance(step, str) and isinstance(live, Mapping) and step not in live:
+            real = _like_siblings(step, live)
+        steps.append((real, isinstance(step, int)))
+        live = _at(live, real)
+    return steps
 
 
 def _guess(stored: Iterable[str], live: Mapping[str, object]) -> dict[str, list[_Step]]:
@@ -194,16 +211,37 @@ def _like_siblings(text: str, container: Mapping[object, object]) -> object:
     return int(text) if container and text.isdecimal() and all(type(key) is int for key in container) else text
 
 
-def _place(root: dict[object, object], steps: list[_Step], leaf: object) -> None:
+def _place(root: dict[object, object], steps: list[_Step], leaf: object, live: object) -> None:
+    """Put a leaf at its place; ``live`` is what stands at the root now."""
     container: dict[object, object] | list[object] = root
     for (key, in_list), (_, next_in_list) in itertools.pairwise(steps):
+        live = _at(live, key)
         found = _get(container, key, in_list)
         if not isinstance(found, (dict, list)):
-            found = cast("list[object]", []) if next_in_list else cast("dict[object, object]", {})
+            found = cast("list[object]", []) if next_in_list else _mapping_like(live)
             _put(container, key, in_list, found)
         container = found
     key, in_list = steps[-1]
     _put(container, key, in_list, leaf)
+
+
+def _at(live: object, key: object) -> object:
+    if isinstance(live, Mapping):
+        return live.get(key)
+    if isinstance(live, list) and type(key) is int and key < len(live):
+        return cast("list[object]", live)[key]
+    return None
+
+
+def _mapping_like(live: object) -> dict[object, object]:
+    """An empty mapping of the same kind, as far as kinds are told apart (`ContainerKind`)."""
+    if isinstance(live, OrderedDict):
+        return OrderedDict()
+    if isinstance(live, Counter):
+        return cast("dict[object, object]", Counter())
+    if isinstance(live, defaultdict):
+        return defaultdict(live.default_factory)
+    return {}
 
 
 def _get(container: dict[object, object] | list[object], key: object, in_list: bool) -> object:

@@ -30,7 +30,7 @@ from dcpfs.checkpointer.template_tree import below, build_tree, starts_with_name
 from dcpfs.dcp.flatten import flatten
 from dcpfs.errors import ConfigError, CorruptCheckpointError
 
-__all__ = ["TrainerState", "UserState"]
+__all__ = ["EXPECTED_REASONS", "TrainerState", "UserState"]
 
 _logger = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ _ITERATION = "iteration"
 _GRAD_SCALER = "grad_scaler"
 _RNG = "rng"
 _USER = "user"
+_NOT_ASKED = "random states are not asked for"
+_ANOTHER_RANK = "it belongs to another rank"
+
+EXPECTED_REASONS = frozenset({_NOT_ASKED, _ANOTHER_RANK})
+"""Why something is left out that nobody needs to hear of."""
 
 
 @runtime_checkable
@@ -138,9 +143,9 @@ class TrainerState:
         for key in stored:
             if starts_with_name(key, _RNG):
                 if self._rng is RngPolicy.NONE:
-                    reasons[key] = "random states are not asked for"
+                    reasons[key] = _NOT_ASKED
                 elif key != own:
-                    reasons[key] = "it belongs to another rank"
+                    reasons[key] = _ANOTHER_RANK
             elif starts_with_name(key, _GRAD_SCALER) and not self._scaler_is_on():
                 reasons[key] = "there is no grad scaler, or it is disabled"
             elif starts_with_name(key, _USER) and self._user is None:

@@ -1,0 +1,131 @@
+"""States of a user's own come back as what they were, and what nobody takes of them is said."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.optim.lr_scheduler import MultiStepLR
+
+import dcpfs
+from dcpfs.checkpointer.load_step import load_step
+from dcpfs.storage.location import Location
+
+
+def state() -> dict[str, Any]:
+    """Every kind of mapping that is told apart, at the top, nested, in a list, and empty."""
+    return {
+        "counter": Counter({"b": 1, "a": 2}),
+        "ordered": OrderedDict(z=1, a=torch.arange(2)),
+        "lists": defaultdict(list, x=[1]),
+        "numbers": defaultdict(int, a=3),
+        "empty": {},
+        "empties": {"plain": {}, "ordered": OrderedDict(), "counter": Counter()},
+        "deep": {"counter": Counter({3: 1}), "list": [OrderedDict(k=torch.ones(1)), {}]},
+        "by number": {1: {2: torch.zeros(1)}},
+    }
+
+
+def shape_of(value: object) -> object:
+    """A value as text, with the kinds of its mappings."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", value.tolist())
+    if isinstance(value, dict):
+        kind = (type(value).__name__, getattr(value, "default_factory", None))
+        items = value.items() if isinstance(value, OrderedDict) else sorted(value.items(), key=str)
+        return (kind, [(key, shape_of(each)) for key, each in items])
+    if isinstance(value, list):
+        return [shape_of(each) for each in value]
+    return value
+
+
+class Holder:
+    """An object that is empty before it is given its state."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = dict(state_dict)
+
+
+def dcp_save_to(state: dict[str, object], path: str) -> None:
+    dcp_save(state, storage_writer=FileSystemWriter(path), no_dist=True)
+
+
+@pytest.fixture
+def save_dir() -> str:
+    return f"memory://{uuid.uuid4().hex}/run"
+
+
+def checkpointer_at(save_dir: str) -> dcpfs.DistributedCheckpointer:
+    return dcpfs.DistributedCheckpointer(dcpfs.CheckpointConfig(save_dir=save_dir, extra_keys=["own"]))
+
+
+@pytest.mark.parametrize("make", [dict, Holder])
+@pytest.mark.parametrize("key", ["trainer", "own"])
+def test_mappings_come_back_as_the_kinds_that_they_were_into_what_is_empty(
+    save_dir: str, key: str, make: Callable[[], Any]
+) -> None:
+    with checkpointer_at(save_dir) as checkpointer:
+        checkpointer.save_state(1, {key: state()})
+        holder = make()
+        assert checkpointer.load_state({key: holder}) == 1
+    found = holder if isinstance(holder, dict) else holder.state
+    assert shape_of(found) == shape_of(state())
+
+
+def test_mappings_that_are_there_are_updated_in_place(save_dir: str) -> None:
+    with checkpointer_at(save_dir) as checkpointer:
+        checkpointer.save_state(1, {"trainer": state()})
+        live = state()
+        tensor = live["ordered"]["a"].zero_()
+        mappings = {name: live[name] for name in ("counter", "ordered", "numbers")}
+        for mapping in (mappings["counter"], mappings["numbers"]):
+            mapping.clear()
+        checkpointer.load_state({"trainer": live})
+    assert shape_of(live) == shape_of(state())
+    assert all(live[name] is mapping for name, mapping in mappings.items())
+    assert live["ordered"]["a"] is tensor
+
+
+@pytest.mark.parametrize("save", [dcp_save_to, dcpfs.save])
+def test_the_milestones_of_a_scheduler_stay_a_counter(
+    tmp_path: Path, save: Callable[[dict[str, object], str], object]
+) -> None:
+    """Without one, `MultiStepLR` fails when it is stepped to an epoch. torch alone does not note what mappings were."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    saved, resumed = MultiStepLR(optimizer, [2, 2, 4], gamma=0.5), MultiStepLR(optimizer, [3, 5], gamma=0.5)
+    save(dcpfs.SchedulersWrapper(saved).state_dict(), f"{tmp_path}/scheduler")
+    load_step({"scheduler": dcpfs.SchedulersWrapper(resumed)}, Location(tmp_path), keys=("scheduler",))
+    assert resumed.milestones == Counter({2: 2, 4: 1})
+    assert type(resumed.milestones) is Counter
+    resumed.last_epoch = 3
+    assert resumed._get_closed_form_lr() == [0.25]  # type: ignore[no-untyped-call]  # torch's has no annotations
+
+
+def test_what_nobody_takes_of_the_trainers_state_is_a_warning(save_dir: str, caplog: pytest.LogCaptureFixture) -> None:
+    net = torch.nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with checkpointer_at(save_dir) as checkpointer:
+        checkpointer.save(net, grad_scaler=scaler, iteration=1, trainer={"tokens": 5, "epoch": 1})
+        with caplog.at_level(logging.WARNING):
+            assert checkpointer.load(net) == 1
+    texts = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
+    of_scaler = ", ".join(f"grad_scaler.{name}" for name in scaler.state_dict())
+    assert [text.partition("/trainer ")[2] for text in texts] == [
+        f"leaves out {of_scaler}: there is no grad scaler, or it is disabled",
+        "leaves out user.tokens, user.epoch: no trainer state was passed",
+    ]
