@@ -43,8 +43,8 @@ def check_arguments(given: Mapping[str, object]) -> None:
         meant = _meant_for(value)
         if meant is not None and meant != name:
             raise ConfigError(
-                f"{name} was given a value of type {type(value).__name__}, which seems to be meant for {meant}: pass it "
-                f"by name, {meant}=...; by position the arguments are {_ORDER}"
+                f"{name} was given a value of type {type(value).__name__}, which seems to be meant for {meant}: pass "
+                f"it by name, {meant}=...; by position the arguments are {_ORDER}"
             )
 
 

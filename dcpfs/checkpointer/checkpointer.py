@@ -252,7 +252,6 @@ class DistributedCheckpointer:
         self._verdicts.handle(self._saver.settle() if self._saver is not None else [])
         config = self._config
         report: StepLoadReport | None = None
-        renaming = config.renaming()
         with make_search(config, self._caller, passed) as search:
             plan = search.find()
             if plan.origin is not Origin.SCRATCH:
@@ -262,7 +261,7 @@ class DistributedCheckpointer:
                     plan,
                     strict=strictness_of(config, plan.keys),
                     read_extra=self._callbacks.listens("on_load_checkpoint"),
-                    renaming=renaming,
+                    renaming=config.renaming(),
                     on_world_size_change=self._reshard,
                     trust=config.trust,
                     transfer=config.transfer,
@@ -281,13 +280,6 @@ class DistributedCheckpointer:
 
         self._last_load = report
         self._caller.confirm(attempt(end))
-        if plan.origin is Origin.WARM_START and renaming.unused:
-            _logger.warning(
-                "no name in %s matches %s of rename or keys_to_skip_loading: patterns are regular expressions for "
-                "names without the key before them, e.g. '^head\\.'",
-                plan.url,
-                ", ".join(map(repr, renaming.unused)),
-            )
         if plan.origin is not Origin.SCRATCH:
             _logger.info("rank %d loaded %s: iteration %d", self._caller.rank, plan.url, plan.iteration)
         return plan.iteration

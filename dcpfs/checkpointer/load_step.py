@@ -37,6 +37,7 @@ from dcpfs.checkpointer.phases import Phase, Phases
 from dcpfs.checkpointer.rank_file_loading import RankFileLoading, ReshardHook
 from dcpfs.checkpointer.renaming import Renaming
 from dcpfs.checkpointer.stored_step import StoredStep, read_stored_step
+from dcpfs.checkpointer.trainer_state import EXPECTED_REASONS
 from dcpfs.config import CastPolicy, ReplicaReads, RetryConfig, TransferConfig, Trust, VerifyMode
 from dcpfs.dcp.delivery import FetchTotals
 from dcpfs.dcp.matching import describe_mismatches, key_mismatch_error
@@ -339,15 +340,22 @@ class _StepLoad:
                 unexpected += [f"{key}/{name}" for name in self._unexpected.get(key, ())]
             if of_key and key in self._indexes:
                 known += [f"{key}/{name}" for name in self._indexes[key].records]
+        unused = "" if self.renaming is None else self.renaming.describe_unused()
         if missing or unexpected or mismatched:
+            remedy = (
+                "correct the parts or the rename and skip rules, or load what fits with strict_resume=False (for one "
+                "model alone: strict=False)"
+            )
             raise key_mismatch_error(
                 self._step.redacted,
                 missing=missing,
                 unexpected=unexpected,
                 mismatched=mismatched,
                 known=known,
-                remedy="correct the parts or the rename and skip rules, or load what fits with strict_resume=False",
+                remedy=f"{remedy}; {unused}" if unused else remedy,
             )
+        if unused and self._ranks.is_coordinator:
+            _logger.warning("loading %s: %s", self._step, unused)
         self._log_fit(fits)
 
     def _note_unexpected(self, key: str, found: Sequence[Fit]) -> None:
@@ -373,18 +381,18 @@ class _StepLoad:
                 mismatched={name: text for fit in found for name, text in fit.mismatched.items()},
             )
             if text and key in self._passed:
-                level = logging.WARNING if self.strict.get(key) is Strictness.LOOSE else logging.INFO
-                _logger.log(level, "loading %s in part: %s", self._url_of(key), text)
+                _logger.warning("loading %s in part: %s", self._url_of(key), text)
         if self._stored.left:
             _logger.info("%s also holds %s, which nobody asked for", self._step, ", ".join(self._stored.left))
 
     def _log_left_out(self, key: str, loading: KeyLoading) -> None:
-        """What a part knows and leaves: of a trainer's states of other ranks nobody needs to hear."""
+        """What a part knows and leaves. Of a trainer's state the coordinator speaks for all."""
         names_by_reason: dict[str, list[str]] = {}
         for name, reason in loading.left_out.items():
             names_by_reason.setdefault(reason, []).append(name)
-        level = logging.DEBUG if key == TRAINER else logging.WARNING
         for reason, names in names_by_reason.items():
+            told = reason in EXPECTED_REASONS or (key == TRAINER and not self._ranks.is_coordinator)
+            level = logging.DEBUG if told else logging.WARNING
             _logger.log(level, "loading %s leaves out %s: %s", self._url_of(key), list_names(names), reason)
 
     # --- bytes

@@ -42,7 +42,8 @@ class RenameLoadPlanner(LoadPlanner):
         skip: Regular expressions, searched for in the parameter's name: what matches is not loaded, whatever shape it
             has in the checkpoint, and whether it is there at all.
         allow_partial_load: Load what fits, log what is missing with its closest names, and leave the rest untouched.
-            Otherwise missing, unexpected and mismatched keys are an error.
+            Otherwise missing, unexpected and mismatched keys are an error: a template with a part of the checkpoint's
+            names needs it.
         allow_cast: Which dtype differences are no mismatch.
         trust: What may be unpickled from non-tensor entries.
 
@@ -93,15 +94,19 @@ class RenameLoadPlanner(LoadPlanner):
         self.missing = tuple(key for key in wanted if key not in placement.sources)
         self.unexpected = tuple(key for key in stored if key not in used)
         self.mismatched = self._find_mismatched(wanted, seen)
+        unused = self.renaming.describe_unused()
         if self.strict and (self.missing or self.unexpected or self.mismatched):
+            remedy = "correct the names with rename or skip, or pass allow_partial_load=True to take what fits"
             raise key_mismatch_error(
                 url_of_metadata(self.metadata),
                 missing=self.missing,
                 unexpected=self.unexpected,
                 mismatched=self.mismatched,
                 known=stored,
-                remedy="correct the names with rename or skip, or allow_partial_load=True to take what fits",
+                remedy=f"{remedy}; {unused}" if unused else remedy,
             )
+        if unused:
+            _logger.warning("loading %s: %s", url_of_metadata(self.metadata), unused)
         if self.missing or self.mismatched:
             text = describe_mismatches(
                 missing=self.missing, mismatched=self.mismatched, known=self.unexpected or stored

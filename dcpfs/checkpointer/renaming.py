@@ -96,6 +96,16 @@ class Renaming:
         patterns = (*(pattern for pattern, _ in self._rules), *self._skip)
         return tuple(pattern.pattern for pattern in patterns if pattern not in self._used)
 
+    def describe_unused(self) -> str:
+        """That patterns have matched nothing, as a part of a sentence; empty where all have."""
+        if not self.unused:
+            return ""
+        patterns = ", ".join(f"'{pattern}'" for pattern in self.unused)
+        return (
+            f"no name matches {patterns} of the rename and skip rules, whose patterns are "
+            "regular expressions for names without the key before them: '^head\\.' and not 'model/head.'"
+        )
+
     @property
     def is_identity(self) -> bool:
         """It changes and skips nothing."""

@@ -124,3 +124,29 @@ def test_two_sources_are_an_error(tmp_path: Path) -> None:
 def test_wrong_rules_are_refused_when_the_planner_is_made() -> None:
     with pytest.raises(ConfigError):
         RenameLoadPlanner({"(": ""})
+
+
+def test_a_template_with_a_part_of_the_names_needs_the_option_that_its_error_names(tmp_path: Path) -> None:
+    _save(tmp_path, _state())
+    target: dict[str, object] = {"body.a": torch.zeros(4)}
+    with pytest.raises(
+        CheckpointException, match=r"no place for .*pass allow_partial_load=True to take what fits"
+    ) as e:
+        _load(tmp_path, target, RenameLoadPlanner({r"^net\.": "body."}))
+    assert "no name matches" not in str(e.value)
+    assert torch.equal(target["body.a"], torch.zeros(4))  # type: ignore[arg-type]  # a tensor
+    _load(tmp_path, target, RenameLoadPlanner({r"^net\.": "body."}, allow_partial_load=True))
+    assert torch.equal(target["body.a"], torch.arange(4.0))  # type: ignore[arg-type]  # a tensor
+
+
+def test_a_pattern_that_matches_nothing_is_said_in_the_error_and_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _save(tmp_path, _state())
+    text = r"no name matches '\^model/net' of the rename and skip rules, .* names without the key before them"
+    with pytest.raises(CheckpointException, match=text):
+        _load(tmp_path, {"body.a": torch.zeros(4)}, RenameLoadPlanner({"^model/net": "body"}, [r"^head\."]))
+    target = {name: value for name, value in _state().items() if name != "head.w"}
+    with caplog.at_level(logging.WARNING):
+        _load(tmp_path, target, RenameLoadPlanner({"^model/net": "body"}, [r"^head\."]))
+    assert "no name matches '^model/net'" in caplog.text
