@@ -170,15 +170,20 @@ class ServerProcess:
             raise ValueError(f"start {name}: {str(directory)!r} is no directory of make_private_directory()")
         self.name = name
         self.directory = directory
+        self._command = tuple(command)
+        self._environment = dict(environment or {})
         self._log_path = directory / "server.log"
+        self._guard = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         with self._log_path.open("wb") as log:
-            self._guard = subprocess.Popen(
-                ["/bin/sh", "-c", _GUARD, "dcpfs-server", *command],
+            return subprocess.Popen(
+                ["/bin/sh", "-c", _GUARD, "dcpfs-server", *self._command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                cwd=directory,
-                env={**os.environ, **(environment or {})},
+                cwd=self.directory,
+                env={**os.environ, **self._environment},
                 start_new_session=True,
             )
 
@@ -244,6 +249,14 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
             self._guard.wait()
+
+    def restart(self) -> None:
+        """Start it again after `kill`, on what it left in its directory; returns at once. Its log starts anew."""
+        if self.running:
+            raise RuntimeError(f"restart {self.name}: it still runs")
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        self._guard = self._start()
 
     def stop(self, grace_seconds: float = 0.5) -> None:
         """End the server (SIGTERM, then SIGKILL) and remove its directory. Idempotent.
@@ -325,6 +338,14 @@ class LoopbackServer(ABC):
                 raise
         self.start_seconds = time.monotonic() - started
         return self
+
+    def restart(self) -> None:
+        """Start it again after ``process.kill()`` on its own data, and wait until it can be used.
+
+        Its address may be another one; a `dcpfs.testing.tcp_proxy.TcpProxy` before it keeps one.
+        """
+        self.process.restart()
+        self._address = self._await_ready(self.process)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
