@@ -234,6 +234,8 @@ def unreachable(name: str, target: Target) -> str | None:
         return f"it speaks S3 only, not {target.scheme}"
     if name in _ONLY_FILES and target.scheme != "file":
         return f"it takes local files only, not {target.scheme}"
+    if name == "dcpfs-process" and target.in_process:
+        return "memory:// lives in one process, and it saves from another"
     if name == "floor-sockets" and not target.setting.is_s3:
         return "it speaks to the sink only"
     if name == "floor-memcpy" and target.setting is not Setting.MEMORY:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contenders import Scope
+from benchmarks.contenders.floors import PlainClient
+from benchmarks.contenders.single_files import TorchSave
 from benchmarks.contenders.torch_native import TorchFsspec
 from benchmarks.settings import Target
 from benchmarks.workloads import State, local
@@ -91,3 +93,21 @@ class Missing(TorchFsspec):
 
     def save(self, state: State, target: Target) -> None:
         raise AssertionError("an absent contender was run")
+
+
+class WritesSomethingElse(PlainClient):
+    def save(self, state: State, target: Target) -> None:
+        super().save({key: torch.zeros_like(tensor) for key, tensor in state.items()}, target)
+
+
+class ForgetsToSettle(TorchSave):
+    """Loads beside the template, as a copy of files does, and never puts it there."""
+
+    def load(self, template: State, target: Target, scope: Scope) -> None:
+        super().load({key: torch.empty_like(tensor) for key, tensor in template.items()}, target, scope)
+
+    def arrange(self, state: State, target: Target) -> None:
+        pass
+
+    def settle(self, template: State, target: Target) -> None:
+        pass

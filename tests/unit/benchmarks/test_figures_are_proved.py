@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,42 +11,19 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from benchmarks.cli import app
-from benchmarks.figures import Entry, Figure, combine
+from benchmarks.contenders import Role, contenders_for, find, unreachable
+from benchmarks.figures import Entry, combine, combine_steps
 from benchmarks.figures import Missing as MissingFigure
 from benchmarks.job import Absent, Failed, Measured, Outcome, RoundFigures
 from benchmarks.place import open_place
-from benchmarks.runner import Isolation, Plan, Runner
-from benchmarks.settings import Setting, Target, client_environment
+from benchmarks.runner import Isolation
+from benchmarks.settings import Setting, Target
+from tests.unit.benchmarks.small_runs import measure
 
-TINY_BYTES = 400_000
 BROKEN = "tests.unit.benchmarks.broken_contenders"
+BROKEN_STEPS = "tests.unit.benchmarks.broken_steps"
 
-
-@pytest.fixture(scope="module")
-def sink() -> Iterator[Target]:
-    with open_place(Setting.FAST, None, 0) as place:
-        yield place
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in client_environment().items():
-        monkeypatch.setenv(name, value)
-
-
-def measure(
-    place: Target, case: str, contender: str, isolation: Isolation = Isolation.INLINE
-) -> list[Figure | MissingFigure]:
-    plan = Plan(
-        setting=place.setting,
-        cases=(case,),
-        contenders=(contender,),
-        size_bytes=TINY_BYTES,
-        repetitions=1,
-        isolation=isolation,
-        timeout_seconds=240,
-    )
-    return list(Runner(plan, place, lambda _: None).run())
+pytestmark = pytest.mark.usefixtures("client_variables")
 
 
 @pytest.mark.parametrize(
@@ -64,11 +41,59 @@ def measure(
         ("load", "Raises", "saving what is to be loaded"),
         ("partial", "FlipsOnLoad", "wrong bytes"),
         ("small-load", "LoadsNothing", "wrong bytes"),
+        ("large-load", "FlipsOnLoad", "wrong bytes"),
+        ("load-cold", "LoadsNothing", "wrong bytes"),
+        ("moe-load", "MixesOnLoad", "wrong bytes"),
+        ("moe-save", "LosesOnSave", "not in the checkpoint"),
+        ("real-save", "FlipsOnSave", "wrong bytes, compared with the model's file"),
+        ("real-load", "LoadsNothing", "wrong bytes, compared with the model's file"),
+        ("save", "WritesSomethingElse", "wrong bytes"),
+        ("save", "ForgetsToSettle", "wrong bytes"),
     ],
 )
 def test_wrong_bytes_are_no_figure(sink: Target, case: str, contender: str, said: str) -> None:
-    (result,) = measure(sink, case, f"{BROKEN}:{contender}")
+    (result,) = measure(sink, case, f"{BROKEN}:{contender}", rounds=2)
     assert isinstance(result, MissingFigure)
+    assert result.kind == "failed"
+    assert said in result.reason
+
+
+@pytest.mark.parametrize(
+    ("case", "contender", "said"),
+    [
+        ("discovery-6", "FindsAnOlderOne", "[5] of 6 steps"),
+        ("discovery-6", "FindsNone", "[] of 6 steps"),
+        ("discovery-6", "OverlooksOne", "[2, 3, 4, 5, 6] of 6 steps"),
+        ("retention-6", "RemovesNothing", "steps [1, 2, 3] are there or gone"),
+        ("retention-6", "RemovesOneTooMany", "steps [4] are there or gone"),
+        ("retention-6", "RemovesPartOfAKeptOne", "iter_000000005/model/.metadata is not what it was"),
+        ("retention-6", "TouchesAKeptOne", "iter_000000006/manifest.json is not what it was"),
+        ("retention-6", "LeavesFilesBehind", "steps [1, 2, 3] are there or gone"),
+    ],
+)
+def test_wrong_steps_are_no_figure(case: str, contender: str, said: str) -> None:
+    with open_place(Setting.MEMORY, None, 0) as place:
+        (result,) = measure(place, case, f"{BROKEN_STEPS}:{contender}")
+    assert isinstance(result, MissingFigure), result
+    assert result.kind == "failed"
+    assert said in result.reason
+
+
+@pytest.mark.parametrize(
+    ("contender", "said"),
+    [
+        ("LoadsNothing", "wrong bytes"),
+        ("SaysAnotherStep", "step 2 instead of 1"),
+        ("ForgetsTheMoments", "exp_avg: wrong bytes"),
+        ("FlipsOneBit", "wrong bytes"),
+        ("ForgetsThePlaceInTheData", "the dataloader is at"),
+        ("ForgetsTheScheduler", "the scheduler is at -1"),
+    ],
+)
+def test_wrong_training_states_are_no_figure(contender: str, said: str) -> None:
+    with open_place(Setting.MEMORY, None, 0) as place:
+        (result,) = measure(place, "checkpointer", f"{BROKEN_STEPS}:{contender}")
+    assert isinstance(result, MissingFigure), result
     assert result.kind == "failed"
     assert said in result.reason
 
@@ -80,18 +105,86 @@ def test_wrong_second_rank_is_no_figure(sink: Target) -> None:
 
 
 def test_dead_process_is_no_figure(sink: Target) -> None:
-    (result,) = measure(sink, "save", f"{BROKEN}:Dies", Isolation.PROCESS)
+    (result,) = measure(sink, "save", f"{BROKEN}:Dies", isolation=Isolation.PROCESS)
     assert isinstance(result, MissingFigure)
     assert result.kind == "failed"
     assert "ended with 7" in result.reason
 
 
-@pytest.mark.parametrize("case", ["save", "load"])
-def test_absent_is_absent(sink: Target, case: str) -> None:
-    (result,) = measure(sink, case, f"{BROKEN}:Missing")
+@pytest.mark.parametrize(
+    ("case", "contender"),
+    [
+        ("save", f"{BROKEN}:Missing"),
+        ("load", f"{BROKEN}:Missing"),
+        ("discovery-2", f"{BROKEN_STEPS}:NoSeeker"),
+        ("checkpointer", f"{BROKEN_STEPS}:NoCheckpointer"),
+    ],
+)
+def test_absent_is_absent(sink: Target, case: str, contender: str) -> None:
+    (result,) = measure(sink, case, contender)
     assert isinstance(result, MissingFigure)
     assert result.kind == "absent"
     assert "not installed here" in result.reason
+
+
+PEERS = ("obstore", "s3torchconnector", "multistorageclient", "torchsnapshot", "safetensors")
+
+
+def test_a_peer_whose_package_is_not_there_is_absent(
+    sink: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in PEERS else found(name, *rest))
+    names = ("dcpfs-obstore", "torch-obstore", "multi-storage-client", "s3torchconnector", "s3torchconnector-range")
+    results = measure(sink, "save", *names, "s3torchconnector-sequential")
+    with open_place(Setting.DISK, tmp_path, 0) as place:
+        results += measure(place, "load", "torchsnapshot", "safetensors")
+    assert len(results) == 8
+    for result in results:
+        assert isinstance(result, MissingFigure)
+        assert result.kind == "absent"
+        assert "not installed" in result.reason
+
+
+def test_real_weights_that_are_not_there_are_said_to_be(sink: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if "minilm" in name else found(name, *rest)
+    )
+    (result,) = measure(sink, "real-load", "dcpfs")
+    assert isinstance(result, MissingFigure)
+    assert result.kind == "absent"
+    assert "weights are not installed" in result.reason
+
+
+def test_who_cannot_reach_a_place_is_absent_and_not_run(sink: Target, tmp_path: Path) -> None:
+    results = measure(sink, "load", "torch-1", "safetensors", "floor-files", "floor-memcpy")
+    with open_place(Setting.DISK, tmp_path, 0) as place:
+        results += measure(place, "load", "s3torchconnector", "multi-storage-client", "floor-sockets")
+    with open_place(Setting.MEMORY, None, 0) as place:
+        results += measure(place, "checkpointer", "dcpfs-process")
+    assert [isinstance(result, MissingFigure) and result.kind for result in results] == ["absent"] * 8
+
+
+def test_every_contender_that_is_known_is_one() -> None:
+    for setting in (Setting.FAST, Setting.DISK, Setting.MEMORY):
+        for name in contenders_for(setting):
+            roles = [role for role in Role if _is(name, role)]
+            assert roles, name
+            assert unreachable(name, Target(setting=setting, path="x", port=1)) is None
+
+
+def _is(name: str, role: Role) -> bool:
+    try:
+        return find(name, role) is not None
+    except ValueError:
+        return False
+
+
+def test_a_contender_of_another_kind_is_no_contender(sink: Target) -> None:
+    (result,) = measure(sink, "discovery-2", f"{BROKEN}:LoadsNothing")
+    assert isinstance(result, MissingFigure)
+    assert "lacks part of" in result.reason
 
 
 def test_one_rank_without_a_figure_leaves_none() -> None:
@@ -103,7 +196,9 @@ def test_one_rank_without_a_figure_leaves_none() -> None:
         combined = combine(entry, [good, Outcome(result=bad)])
         assert isinstance(combined, MissingFigure)
         assert combined.kind == bad.kind
+        assert isinstance(combine_steps(entry, "discovery", 3, [good, Outcome(result=bad)]), MissingFigure)
     assert isinstance(combine(entry, []), MissingFigure)
+    assert isinstance(combine_steps(entry, "retention", 3, []), MissingFigure)
 
 
 def test_figures_without_proof_cannot_be_made() -> None:
