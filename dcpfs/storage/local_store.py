@@ -269,8 +269,12 @@ class LocalStore:
                 self._tree.check_directory_inside(name, directory)
                 with os.scandir(name) as entries:
                     return list(entries)
-            except (FileNotFoundError, NotADirectoryError):
+            except FileNotFoundError:
                 return []
+            except NotADirectoryError:
+                if directory:
+                    return []  # an object bears the name
+                raise  # the location itself is a file, or below one: not a place where nothing has been put yet
 
 
 class _State(enum.Enum):

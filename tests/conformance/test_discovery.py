@@ -554,3 +554,13 @@ def test_what_is_passed_over_is_not_said_a_thousand_times(local: Scene, caplog: 
         assert chosen(local) is None
     assert caplog.text.count("passed over") < 12
     assert step_name(39) in caplog.text
+
+
+@pytest.mark.parametrize("below", ["file", "file/run", "file/a/b"])
+def test_a_run_at_or_below_a_file_is_an_error_and_not_from_scratch(local: Scene, tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("somebody's")
+    store = open_store(Location(tmp_path / below))
+    for ask in (lambda: choose_step(store), lambda: list_statuses(store), lambda: list_steps(store)):
+        with pytest.raises(StorageError, match=rf"Can't list .*{below}: .*a part of the path is a file"):
+            ask()
+    assert choose_step(open_store(Location(tmp_path / "nothing" / below))).status is None
