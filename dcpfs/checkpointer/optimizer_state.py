@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dcpfs import torch_private
-from dcpfs.checkpointer.flat_shards import FlatShardedOptimizers
+from dcpfs.checkpointer.flat_shards import sort_by_part
 from dcpfs.checkpointer.model_state import list_names, model_parts_of
 from dcpfs.checkpointer.optimizer_container import StateHolder, container_template, sort_optimizers
 from dcpfs.checkpointer.optimizer_keys import (
@@ -103,7 +103,7 @@ class OptimizersWrapper:
         self._optimizers, self._containers = sort_optimizers(optimizers)
         self._parts = model_parts_of(model) if self._optimizers else ()
         if any(torch_private.has_flat_parameters(part) for part in self._parts):
-            self._containers.append(FlatShardedOptimizers(self._parts, self._optimizers))
+            self._containers += sort_by_part(self._parts, self._optimizers)
             self._optimizers = []
         self._unfit: set[str] = set()
         self._asked: frozenset[str] = frozenset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import tempfile
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -206,14 +207,54 @@ def load_fsdp1(url: str) -> str:
     train(net, optimizer)
     train(other, fresh)
     assert_equal(whole(ModelWrapper(other).state_dict()), whole(ModelWrapper(net).state_dict()))
-    with pytest.raises(dcpfs.ConfigError, match="model of several parts"):
-        OptimizersWrapper([net, nn.Linear(1, 1)], optimizer)
     return "done"
 
 
-def test_pieces_of_flat_parameters_are_no_replicas() -> None:
+def load_fsdp1_in_parts(url: str) -> str:
+    """Two parts of a pipeline that FSDP1 has sharded, and one that nobody has, with an optimizer each."""
+
+    def make(seed: int) -> tuple[list[Any], list[torch.optim.Optimizer]]:
+        torch.manual_seed(seed)
+        parts: list[Any] = [nn.Sequential(OrderedDict({name: nn.Linear(4, 4)})) for name in ("in", "mid", "out")]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh = DeviceMesh("cpu", torch.arange(2))
+            for number in (0, 2):
+                parts[number] = FullyShardedDataParallel(
+                    parts[number], device_id=torch.device("cpu"), use_orig_params=True, device_mesh=mesh
+                )
+        return parts, [torch.optim.AdamW(part.parameters(), lr=0.1) for part in parts]
+
+    def train_parts(parts: list[Any], optimizers: list[torch.optim.Optimizer]) -> None:
+        train(nn.Sequential(*parts), optimizers[0])
+        for optimizer in optimizers[1:]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    parts, optimizers = make(0)
+    train_parts(parts, optimizers)
+    dcpfs.save(ModelWrapper(parts).state_dict(), f"{url}/model")
+    dcpfs.save(OptimizersWrapper(parts, optimizers).state_dict(), f"{url}/optim")
+    expected = whole(ModelWrapper(parts).state_dict()), whole(OptimizersWrapper(parts, optimizers).state_dict())
+    assert list(expected[0]) == [f"{name}.{what}" for name in ("in", "mid", "out") for what in ("weight", "bias")]
+    assert {name.split(".")[1] for name in expected[1]} == {"in", "mid", "out"}
+    others, fresh = make(1)
+    assert not load_part(ModelWrapper(others), f"{url}/model", None).unexpected
+    assert not load_part(OptimizersWrapper(others, fresh), f"{url}/optim", None).unexpected
+    assert_equal(whole(ModelWrapper(others).state_dict()), expected[0])
+    assert_equal(whole(OptimizersWrapper(others, fresh).state_dict()), expected[1])
+    spanning = torch.optim.SGD([*parts[0].parameters(), *parts[1].parameters()], lr=0.1)
+    with pytest.raises(dcpfs.ConfigError, match=r"the SGD of a model that FSDP1 has sharded: .* one for each part"):
+        OptimizersWrapper(parts, [spanning])
+    with pytest.raises(dcpfs.ConfigError, match="or of none"):
+        OptimizersWrapper(parts, torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1))
+    return "done"
+
+
+@pytest.mark.parametrize("load", [load_fsdp1, load_fsdp1_in_parts])
+def test_pieces_of_flat_parameters_are_no_replicas(load: Callable[[str], str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        assert run_ranks(load_fsdp1, 2, folder) == ["done"] * 2
+        assert run_ranks(load, 2, folder) == ["done"] * 2
 
 
 def save_and_load_random_states(url: str) -> list[float]:
