@@ -38,7 +38,7 @@ def open_place(
     *,
     link: Link | None = None,
     url: str | None = None,
-    storage_options: Mapping[str, JsonValue] | None = None,
+    storage_options: Mapping[str, object] | None = None,
 ) -> Iterator[Target]:
     """Yield where checkpoints of a run go.
 
@@ -49,15 +49,16 @@ def open_place(
         link: How far away the server is to seem; None: as the setting has it. Given for a URL, even without any delay,
             requests are counted there, by the proxy.
         url: The user's, for that setting.
-        storage_options: For that URL.
+        storage_options: For that URL; what JSON can hold, since they go to other processes.
 
     Raises:
-        ValueError: The setting lacks its URL, or there is no server that a link could be put in front of.
+        ValueError: The setting lacks its URL, an option is of another kind, or there is no server that a link could be
+            put in front of.
     """
     if setting is Setting.URL:
         if url is None:
             raise ValueError("The setting url needs a URL; name one, such as s3://bucket/scratch")
-        with _open_url(url, dict(storage_options or {}), link) as target:
+        with _open_url(url, _plain(storage_options or {}), link) as target:
             yield target
         return
     if setting.is_s3:
@@ -109,6 +110,15 @@ def _start(module: str, arguments: Sequence[str]) -> Generator[int, None, None]:
 
 
 # --- the user's URL
+
+
+def _plain(options: Mapping[str, object]) -> dict[str, JsonValue]:
+    try:
+        plain: dict[str, JsonValue] = json.loads(json.dumps(dict(options)))
+    except TypeError:
+        names = ", ".join(sorted(map(str, options)))
+        raise ValueError(f"Storage options go to other processes as JSON, which can't hold one of {names}") from None
+    return plain
 
 
 @contextlib.contextmanager

@@ -1,0 +1,124 @@
+"""A user's own URL: who takes part, what is counted, what is left, and what is told to nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.contenders import contenders_for
+from benchmarks.figures import Figure, StepFigure
+from benchmarks.place import open_place
+from benchmarks.settings import PLACE_PREFIX, Link, Setting, Target, client_environment
+from dcpfs.testing.scripted_s3 import ScriptedS3Server
+from tests.unit.benchmarks.small_runs import measure
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedS3Server]:
+    """An S3 server that checks every signature; its keys where clients look that take none."""
+    with ScriptedS3Server() as server:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.access_key)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", server.secret_key)
+        yield server
+
+
+@pytest.mark.parametrize("contender", ["dcpfs", "torch-fsspec", "dcpfs-obstore", "s3torchconnector", "torch-save"])
+def test_signatures_hold_through_the_proxy_and_requests_are_counted(server: ScriptedS3Server, contender: str) -> None:
+    url, link = server.url("scratch"), Link()
+    before = server.objects.snapshot(server.bucket)
+    with open_place(Setting.URL, None, 0, link=link, url=url, storage_options=server.storage_options) as place:
+        results = measure(place, ["save", "load"], contender, link=link)
+    for result in results:
+        assert isinstance(result, Figure), result
+        assert result.requests is not None
+        assert result.requests > 0
+        assert result.moved_per_needed is not None
+        assert result.moved_per_needed > 1
+        assert result.entry.where == "url +0 ms"
+    assert len(results) == 2
+    assert server.objects.snapshot(server.bucket) == before
+
+
+def test_steps_at_a_url(server: ScriptedS3Server) -> None:
+    with open_place(Setting.URL, None, 0, url=server.url("s"), storage_options=server.storage_options) as place:
+        results = measure(
+            place, ["discovery-3", "retention-5", "checkpointer"], "dcpfs", "floor-delete", "dcpfs-thread"
+        )
+    assert [isinstance(result, StepFigure) and result.kind for result in results] == [
+        "discovery",
+        "retention",
+        "retention",
+        "checkpointer",
+    ]
+    assert not server.objects.snapshot(server.bucket)
+
+
+def test_only_the_directory_of_the_run_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "notes.txt").write_text("the user's")
+    with open_place(Setting.URL, None, 0, url=f"file://{tmp_path}/scratch") as place:
+        assert place.path.startswith(PLACE_PREFIX)
+        assert all(isinstance(result, Figure) for result in measure(place, ["save", "partial"], "dcpfs", "torch-2"))
+    assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["notes.txt"]
+
+
+def test_memory_is_one_process_by_any_name() -> None:
+    told: list[str] = []
+    with open_place(Setting.URL, None, 0, url="memory://scratch") as place:
+        (figure,) = measure(place, ["load-2", "load"], "dcpfs", told=told)
+    assert isinstance(figure, Figure)
+    assert "lives in one process" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("url", "there", "not_there"),
+    [
+        ("s3://b/x", "s3torchconnector", "torch-1"),
+        ("/scratch", "torch-1", "s3torchconnector"),
+        ("gs://b/x", "torch-fsspec", "torch-1"),
+        ("memory://x", "torch-fsspec", "dcpfs-process"),
+    ],
+)
+def test_who_takes_part_at_a_url(url: str, there: str, not_there: str) -> None:
+    names = contenders_for(Setting.URL, url)
+    assert {"dcpfs", "dcpfs-sync", "torch-save", "floor-client", there} <= set(names)
+    assert not {"floor-sockets", "floor-memcpy", not_there} & set(names)
+
+
+def test_a_link_needs_a_server_and_a_setting_its_url(tmp_path: Path) -> None:
+    link = Link(latency_ms=10)
+    for setting, url in ((Setting.DISK, None), (Setting.URL, "s3://bucket/x"), (Setting.URL, f"file://{tmp_path}")):
+        with (
+            pytest.raises(ValueError, match=r"put in front|put a link"),
+            open_place(
+                setting, tmp_path, 0, link=link, url=url, storage_options={"endpoint_url": "http://far.example:80"}
+            ),
+        ):
+            pass
+    with pytest.raises(ValueError, match="needs a URL"), open_place(Setting.URL, None, 0):
+        pass
+    with (
+        pytest.raises(ValueError, match="can't hold one of hook"),
+        open_place(Setting.URL, None, 0, url="memory://x", storage_options={"hook": print}),
+    ):
+        pass
+
+
+def test_secrets_are_told_to_client_processes_and_to_nobody_else() -> None:
+    options: dict[str, object] = {"key": "AKIDX", "secret": "hush-hush", "token": "tok-tok"}
+    with open_place(Setting.URL, None, 0, url="memory://u:hush-hush@x", storage_options=options) as place:
+        assert "hush" not in repr(place)
+        assert "tok-tok" not in repr(place)
+        assert "hush" not in repr(place.child("below"))
+    target = Target(setting=Setting.URL, path="x", root="s3://b", options={"key": "AKIDX", "secret": "hush-hush"})
+    environment = client_environment(target)
+    assert (environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]) == ("AKIDX", "hush-hush")
+
+
+def test_the_caller_s_aws_setup_is_used_at_the_caller_s_url_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "production")
+    assert client_environment(Target(setting=Setting.URL, path="x", root="s3://b"))["AWS_PROFILE"] == "production"
+    assert "AWS_PROFILE" not in client_environment(Target(setting=Setting.FAST, path="x", port=1))
+    assert "AWS_PROFILE" not in client_environment()
