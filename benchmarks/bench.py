@@ -33,6 +33,7 @@ from .execution import (
     Stage,
     baseline_of,
     carry_out,
+    check_contenders,
     manifest_of,
     most_bytes_at_once,
     units,
@@ -216,6 +217,7 @@ def _stages(asked: BenchOrder) -> list[Stage]:
         try:
             names = order(asked.cases)
             reachable = contenders_for(Setting.URL, location.url)
+            check_contenders([name for name in asked.contenders if name != "all"], reachable)
         except ValueError as error:
             raise ConfigError(f"Can't benchmark {location.redacted}: {error}") from error
         usual = ("dcpfs", *_PEERS.get(location.scheme, ("torch-fsspec",)))

@@ -22,7 +22,7 @@ from .bench import TuneOrder, tune_place
 from .cases import CASES
 from .compare import JUDGED, IncomparableError, Limits, compare, markdown
 from .contenders import contenders_for
-from .execution import RecordStream, Stage, baseline_of, carry_out, manifest_of, units
+from .execution import RecordStream, Stage, baseline_of, carry_out, check_contenders, manifest_of, units
 from .figures import Missing
 from .planning import measure
 from .plots import NothingToPlotError, draw
@@ -112,6 +112,8 @@ def run(
         settings = setting or ([Setting.URL] if url else [Setting.FAST])
         if (Setting.URL in settings) != (url is not None):
             raise typer.BadParameter("--setting url and --url go together")
+        for each in settings:
+            check_contenders(only or (), contenders_for(each, url))
         stages = [
             Stage(
                 Plan(

@@ -21,7 +21,7 @@ from typing_extensions import Self
 from dcpfs.storage.location import Location
 
 from .cases import Case, Operation, case_of
-from .contenders import is_known
+from .contenders import Role, is_known
 from .figures import Entry, Figure, Missing, StepFigure
 from .manifest import Manifest, RecordedPlan, take
 from .place import open_place
@@ -35,6 +35,7 @@ __all__ = [
     "Stage",
     "baseline_of",
     "carry_out",
+    "check_contenders",
     "manifest_of",
     "most_bytes_at_once",
     "units",
@@ -120,6 +121,22 @@ def manifest_of(stages: Sequence[Stage]) -> Manifest:
         scheme = stage.scheme if given else None
         plans.append(RecordedPlan.of(stage.plan, scheme=scheme, storage_options=stage.storage_options))
     return take(plans)
+
+
+def check_contenders(names: Sequence[str], everybody: Sequence[str]) -> None:
+    """Refuse a name that stands for nobody: a run without it would look as if it had no figures to give.
+
+    Args:
+        names: That were asked for.
+        everybody: Who could take part, for the text.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    if unknown := [name for name in names if not any(is_known(name, role) for role in Role)]:
+        raise ValueError(
+            f"no contender is called {', '.join(unknown)}; here there are {', '.join(everybody)}, or module:attribute"
+        )
 
 
 def units(plan: Plan) -> int:

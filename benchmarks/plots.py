@@ -50,6 +50,7 @@ __all__ = [
     "draw_curves",
     "draw_grids",
     "grids_of",
+    "line_style",
 ]
 
 LIGHT_PAGE = "#ffffff"
@@ -380,7 +381,7 @@ def draw_curves(panels: Sequence[Curves]) -> Canvas:
         handles = [
             Line2D([], [], label=_short(label), color=colour, marker=marker, linewidth=1.8, markersize=6)
             for label in labels
-            for colour, marker in [_line_style(label, labels)]
+            for colour, marker in [line_style(label, labels)]
         ]
         canvas.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
     return canvas
@@ -390,7 +391,7 @@ def _draw_panel_of_curves(axes: Axes, panel: Curves, labels: Sequence[str]) -> N
     from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
 
     for curve in panel.curves:
-        colour, marker = _line_style(curve.label, labels)
+        colour, marker = line_style(curve.label, labels)
         across = [point.at for point in curve.points]
         spread = [
             [point.median - point.least for point in curve.points],
@@ -417,7 +418,7 @@ def _draw_panel_of_curves(axes: Axes, panel: Curves, labels: Sequence[str]) -> N
     axes.set_title(panel.title, loc="left", fontweight="bold")
 
 
-def _line_style(label: str, labels: Sequence[str]) -> tuple[str, str]:
+def line_style(label: str, labels: Sequence[str]) -> tuple[str, str]:
     """Colour and marker: the first colour is dcpfs's alone."""
     ours = label.startswith("dcpfs")
     number = [each for each in labels if each.startswith("dcpfs") == ours].index(label)
@@ -484,8 +485,9 @@ def _style() -> Iterator[Callable[[float, float], Canvas]]:
 
 def _write(canvas: Canvas, stem: Path) -> list[Path]:
     paths = [stem.with_name(f"{stem.name}.{ending}") for ending in ("png", "svg")]
-    for path in paths:
-        # No date in the file: the same figures give the same bytes.
-        metadata = {"Date": None} if path.suffix == ".svg" else {}
-        canvas.savefig(path, transparent=True, dpi=_DOTS_PER_INCH, metadata=metadata)
+    with _style():
+        for path in paths:
+            # No date in the file: the same figures give the same bytes.
+            metadata = {"Date": None} if path.suffix == ".svg" else {}
+            canvas.savefig(path, transparent=True, dpi=_DOTS_PER_INCH, metadata=metadata)
     return paths

@@ -1,0 +1,86 @@
+"""``python -m benchmarks``: cases run without being told to, and the other words do what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.cli import app
+from benchmarks.records import read
+
+TINY = ["--size-gb", "0.0004", "--repetitions", "1", "--rounds", "1"]
+
+
+def invoke(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def test_one_run_gives_lines_tables_and_plots_that_agree(tmp_path: Path) -> None:
+    lines, table, plots = tmp_path / "run.jsonl", tmp_path / "run.md", tmp_path / "plots"
+    outputs = ["--json", str(lines), "--markdown", str(table), "--plots", str(plots)]
+    sizes = ["--size-gb", "0.0008"]
+    code, text = invoke("save", "--setting", "memory", "--only", "floor-memcpy", *TINY, *sizes, *outputs)
+    assert code == 0, text
+    recording = read(lines)
+    assert len({sample.parameters["ranks"] for sample in recording.samples}) == 1
+    assert len({sample.case for sample in recording.samples}) == 2, "each size is a case of its own"
+    assert [plan.size_bytes for plan in recording.manifest.plans] == [400_000, 800_000]
+    assert table.read_text().strip() in text
+    assert table.read_text().count("### save, memory") == 2
+    assert {path.suffix for path in plots.iterdir()} == {".png", ".svg"}
+    assert "[0/2] save floor-memcpy #0" in text
+
+
+def test_an_unknown_case_is_refused_before_anything_runs() -> None:
+    code, text = invoke("nothing")
+    assert code == 2
+    assert "no case is called nothing" in text
+
+
+def test_an_unknown_contender_is_refused_before_anything_runs() -> None:
+    code, text = invoke("save", "--setting", "memory", "--only", "dcpfs", "--only", "dcpsf")
+    assert code == 2
+    assert "no contender is called dcpsf" in text
+    assert "#0" not in text
+
+
+@pytest.mark.parametrize("arguments", [["--setting", "url"], ["--setting", "tmpfs", "--url", "/tmp/x"]])
+def test_a_url_and_its_setting_go_together(arguments: list[str]) -> None:
+    code, text = invoke("save", *arguments)
+    assert code == 2
+    assert "--setting url and --url go together" in " ".join(text.split()).replace("│ ", "")
+
+
+def test_options_that_are_no_json_are_refused_without_being_shown() -> None:
+    code, text = invoke("save", "--url", "memory://x", "--storage-options", "{hunter2")
+    assert code == 2
+    assert "hunter2" not in text
+
+
+def test_help_is_that_of_running_and_names_the_other_commands() -> None:
+    code, text = invoke("--help")
+    assert code == 0
+    for word in ("compare A.jsonl B.jsonl", "plot A.jsonl", "tune URL", "--latency-ms", "small-save", "planning"):
+        assert word in " ".join(text.replace("│", " ").split()), word
+
+
+def test_tune_prints_grids_and_what_to_paste_and_leaves_nothing(tmp_path: Path) -> None:
+    store, lines, plots = tmp_path / "store", tmp_path / "tune.jsonl", tmp_path / "plots"
+    arguments = ["--size-gb", "0.0004", "--json", str(lines), "--plots", str(plots)]
+    code, text = invoke("tune", str(store), *arguments)
+    assert code == 0, text
+    assert "writes and reads at most" in text
+    for title in ("### save, GB/s: part size", "### load, GB/s: read size", "transfer = "):
+        assert title in text
+    assert not store.exists(), "the directory was made for the run, and is gone with it"
+    kinds = [json.loads(line)["kind"] for line in lines.read_text().splitlines()]
+    assert kinds[0] == "manifest"
+    assert set(kinds[1:]) == {"tuning"}
+    assert {path.suffix for path in plots.iterdir()} == {".png", ".svg"}
+    code, text = invoke("plot", str(lines), "--directory", str(tmp_path / "again"))
+    assert code == 0, text
