@@ -28,19 +28,18 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from dcpfs.checkpointer.choices import WorldSizePolicy
-from dcpfs.checkpointer.layout import DATALOADER, MODEL, OPTIM, TRAINER
+from dcpfs.checkpointer.fit_verdict import by_key, log_fits, log_left_out, require_fits
+from dcpfs.checkpointer.layout import DATALOADER, MODEL, OPTIM
 from dcpfs.checkpointer.load_report import KeyReport, StepLoadReport, Strictness, choose_strictness
 from dcpfs.checkpointer.manifest import Manifest
-from dcpfs.checkpointer.model_state import list_names
 from dcpfs.checkpointer.part_loading import Fit, KeyLoading, all_placed, check_part, names_not_placed
 from dcpfs.checkpointer.phases import Phase, Phases
 from dcpfs.checkpointer.rank_file_loading import RankFileLoading, ReshardHook
 from dcpfs.checkpointer.renaming import Renaming
 from dcpfs.checkpointer.stored_step import StoredStep, read_stored_step
-from dcpfs.checkpointer.trainer_state import EXPECTED_REASONS
 from dcpfs.config import CastPolicy, ReplicaReads, RetryConfig, TransferConfig, Trust, VerifyMode
 from dcpfs.dcp.delivery import FetchTotals
-from dcpfs.dcp.matching import describe_mismatches, key_mismatch_error
+from dcpfs.dcp.matching import key_mismatch_error
 from dcpfs.dcp.replicas import SharedWants, share_wants
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.errors import CheckpointError, CheckpointNotFoundError, DcpfsError
@@ -319,44 +318,23 @@ class _StepLoad:
 
     def _agree_on_fit(self, error: BaseException | None) -> None:
         """Exchange what fits; raise what is too much on all ranks."""
-        fits = self._ranks.agree_and_gather(error, {key: each.fit for key, each in self._loadings.items()})
-        missing: list[str] = []
-        unexpected: list[str] = []
-        mismatched: dict[str, str] = {}
-        known: list[str] = []
-        for key in self.keys:
-            found = [fit[key] for fit in fits if key in fit]
-            if not found or key not in self._passed:
-                continue
-            strictness = self.strict.get(key, Strictness.EXACT)
-            if strictness is Strictness.LOOSE:
-                self._note_unexpected(key, found)
-                continue
-            of_key = dict.fromkeys(f"{key}/{name}" for fit in found for name in fit.missing)
-            missing += of_key
-            mismatched.update((f"{key}/{name}", text) for fit in found for name, text in fit.mismatched.items())
+        told = self._ranks.agree_and_gather(error, {key: each.fit for key, each in self._loadings.items()})
+        fits = by_key([key for key in self.keys if key in self._passed], told)
+        for key, found in fits.items():
             self._note_unexpected(key, found)
-            if strictness is Strictness.EXACT:
-                unexpected += [f"{key}/{name}" for name in self._unexpected.get(key, ())]
-            if of_key and key in self._indexes:
-                known += [f"{key}/{name}" for name in self._indexes[key].records]
         unused = "" if self.renaming is None else self.renaming.describe_unused()
-        if missing or unexpected or mismatched:
-            remedy = (
-                "correct the parts or the rename and skip rules, or load what fits with strict_resume=False (for one "
-                "model alone: strict=False)"
-            )
-            raise key_mismatch_error(
-                self._step.redacted,
-                missing=missing,
-                unexpected=unexpected,
-                mismatched=mismatched,
-                known=known,
-                remedy=f"{remedy}; {unused}" if unused else remedy,
-            )
-        if unused and self._ranks.is_coordinator:
-            _logger.warning("loading %s: %s", self._step, unused)
-        self._log_fit(fits)
+        stored = {key: index.records for key, index in self._indexes.items()}
+        url = self._step.redacted
+        require_fits(fits, self._unexpected, strict=self.strict, stored=stored, url=url, hint=unused)
+        leads = self._ranks.is_coordinator
+        for key, loading in self._loadings.items():
+            log_left_out(key, loading.left_out, self._url_of(key), is_coordinator=leads)
+        if leads:
+            log_fits(fits, self._unexpected, self._url_of)
+            if unused:
+                _logger.warning("loading %s: %s", self._step, unused)
+            if self._stored.left:
+                _logger.info("%s also holds %s, which nobody asked for", self._step, ", ".join(self._stored.left))
 
     def _note_unexpected(self, key: str, found: Sequence[Fit]) -> None:
         """Every rank comes to the same names, those that have no part too."""
@@ -367,33 +345,6 @@ class _StepLoad:
         if index is None:
             index = self._stored.decode_index(key, trust=self.source.trust, url=self._url_of(key))
         self._unexpected[key] = tuple(names_not_placed(found, index.records))
-
-    def _log_fit(self, fits: Sequence[Mapping[str, Fit]]) -> None:
-        for key, loading in self._loadings.items():
-            self._log_left_out(key, loading)
-        if not self._ranks.is_coordinator:
-            return
-        for key in self.keys:
-            found = [fit[key] for fit in fits if key in fit]
-            text = describe_mismatches(
-                missing=dict.fromkeys(name for fit in found for name in fit.missing),
-                unexpected=self._unexpected.get(key, ()),
-                mismatched={name: text for fit in found for name, text in fit.mismatched.items()},
-            )
-            if text and key in self._passed:
-                _logger.warning("loading %s in part: %s", self._url_of(key), text)
-        if self._stored.left:
-            _logger.info("%s also holds %s, which nobody asked for", self._step, ", ".join(self._stored.left))
-
-    def _log_left_out(self, key: str, loading: KeyLoading) -> None:
-        """What a part knows and leaves. Of a trainer's state the coordinator speaks for all."""
-        names_by_reason: dict[str, list[str]] = {}
-        for name, reason in loading.left_out.items():
-            names_by_reason.setdefault(reason, []).append(name)
-        for reason, names in names_by_reason.items():
-            told = reason in EXPECTED_REASONS or (key == TRAINER and not self._ranks.is_coordinator)
-            level = logging.DEBUG if told else logging.WARNING
-            _logger.log(level, "loading %s leaves out %s: %s", self._url_of(key), list_names(names), reason)
 
     # --- bytes
 
