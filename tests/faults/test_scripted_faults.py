@@ -240,19 +240,30 @@ def test_cases_31_83_90_a_request_that_never_succeeds_is_one_clear_error_in_boun
         settle(server, work)
         picks = Nth(at)
         server.fail(picks, STAYING[name], times=None)
-        with on_clock() as clock, pytest.raises(DcpfsError) as caught:
-            work.run(server, server.storage_options)
+        error: DcpfsError | None = None
+        with on_clock() as clock:
+            try:
+                work.run(server, server.storage_options)
+            except DcpfsError as caught:
+                error = caught
         assert picks.picked is not None
-        check_error(caught.value, server, caplog)
-        assert clock.now_seconds <= RETRY.deadline_seconds
         # One request is tried so often as the policy says; what is tidied up, and asked by the way, comes on top.
         tries = 1 if name == "denied" else RETRY.attempts
         silently = 2 if name == "reset" and picks.picked.operation == "DeleteObject" else 1
         line = line_of(picks.picked)
         assert sent(server)[line] <= usual[line] - 1 + silently * tries
-        assert name == "denied" or f"({tries} attempts in " in str(caught.value) or clock.now_seconds > 270
         assert not any(upload.parts for upload in server.open_uploads())
         server.reset_faults()
+        if error is None:
+            # The step is committed; that an old one could not be removed is no reason to fail the save.
+            assert kind == "commit"
+            assert "DeleteObjects" in line
+            assert work.found(server) == work.after
+            assert any(record.levelno >= logging.WARNING for record in caplog.records)
+            continue
+        check_error(error, server, caplog)
+        assert clock.now_seconds <= RETRY.deadline_seconds
+        assert name == "denied" or f"({tries} attempts in " in str(error) or isinstance(error, StorageTimeoutError)
         assert work.found(server) in work.any_outcome - ({work.after} if work.after != work.before else set())
 
 
