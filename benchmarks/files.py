@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import PurePosixPath
-from typing import IO, Protocol
+from typing import IO, Literal, Protocol
 
 import fsspec
 
-from dcpfs.storage.filesystems import open_filesystem
+from dcpfs.storage.filesystems import Publishing, open_filesystem
 from dcpfs.storage.location import Location
 
 from .settings import BUCKET, PLACE_PREFIX, Setting, Target
 from .sink_client import SinkConnection
 
-__all__ = ["Files", "filesystem_of", "open_files", "open_for", "remove"]
+__all__ = ["Files", "filesystem_of", "open_files", "open_for", "remove", "writable_filesystem_of"]
 
 _BLOCK_BYTES = 16 << 20
 _WRITERS = 16
@@ -73,7 +73,7 @@ def remove(target: Target) -> None:
     marked = parts[:1] if target.setting is Setting.URL else parts[:-1]
     if ".." in parts or not any(part.startswith(PLACE_PREFIX) for part in marked):
         raise ValueError(f"{target.path} is no checkpoint of a benchmark")
-    filesystem, path = _open(target.direct())
+    filesystem, path, _ = _open(target.direct())
     if filesystem.exists(path):
         filesystem.rm(path, recursive=True)
 
@@ -105,7 +105,7 @@ class _SinkFiles:
 
 class _FsspecFiles:
     def __init__(self, target: Target) -> None:
-        self._fs, self._path = _open(target)
+        self._fs, self._path, self._has_directories = _open(target)
         self._block_name = ""
         self._block_start = 0
         self._block = b""
@@ -123,8 +123,9 @@ class _FsspecFiles:
         return self._block[at : at + size_bytes]
 
     def write_all(self, files: dict[str, bytes]) -> None:
-        for parent in {str(PurePosixPath(name).parent) for name in files}:
-            self._fs.makedirs(f"{self._path}/{parent}", exist_ok=True)
+        if self._has_directories:
+            for parent in {str(PurePosixPath(name).parent) for name in files}:
+                self._fs.makedirs(f"{self._path}/{parent}", exist_ok=True)
         with ThreadPoolExecutor(_WRITERS) as pool:
             list(pool.map(lambda name: self._fs.pipe_file(f"{self._path}/{name}", files[name]), files))
 
@@ -142,25 +143,39 @@ class _FsspecFiles:
 
 def filesystem_of(target: Target) -> tuple[fsspec.AbstractFileSystem, str]:
     """A new filesystem for contenders, and the target's path in it: through the proxy, delayed and counted."""
-    if target.setting.is_s3:
-        options = {"skip_instance_cache": True, "use_listings_cache": False, **target.storage_options()}
-        return fsspec.filesystem("s3", **options), f"{BUCKET}/{target.path}"
-    return _open(target)
+    filesystem, path, _ = _open_for_contenders(target)
+    return filesystem, path
 
 
-def open_for(target: Target, name: str, mode: str) -> IO[bytes]:
+def writable_filesystem_of(target: Target) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The same, with the target's directory made where the filesystem has directories."""
+    filesystem, path, has_directories = _open_for_contenders(target)
+    if has_directories:
+        filesystem.makedirs(path, exist_ok=True)
+    return filesystem, path
+
+
+def open_for(target: Target, name: str, mode: Literal["rb", "wb"]) -> IO[bytes]:
     """Open a file of a target as contenders without classes of their own do."""
-    filesystem, root = filesystem_of(target)
-    filesystem.makedirs(root, exist_ok=True)
+    filesystem, root = filesystem_of(target) if mode == "rb" else writable_filesystem_of(target)
     stream: IO[bytes] = filesystem.open(f"{root}/{name}", mode)
     return stream
 
 
-def _open(target: Target) -> tuple[fsspec.AbstractFileSystem, str]:
-    if target.setting is not Setting.URL:
-        return fsspec.filesystem("memory" if target.setting is Setting.MEMORY else "file"), target.path
-    opened = open_filesystem(Location(target.url, target.storage_options()))
-    return opened.filesystem, opened.root
+def _open_for_contenders(target: Target) -> tuple[fsspec.AbstractFileSystem, str, bool]:
+    if not target.setting.is_s3:
+        return _open(target)
+    options = {"skip_instance_cache": True, "use_listings_cache": False, **target.storage_options()}
+    return fsspec.filesystem("s3", **options), f"{BUCKET}/{target.path}", False
+
+
+def _open(target: Target) -> tuple[fsspec.AbstractFileSystem, str, bool]:
+    """Filesystem, path in it, and whether directories have to be made."""
+    if target.setting is Setting.URL:
+        opened = open_filesystem(Location(target.url, target.storage_options()))
+        return opened.filesystem, opened.root, opened.traits.publishing is Publishing.MOVE
+    memory = target.setting is Setting.MEMORY
+    return fsspec.filesystem("memory" if memory else "file"), target.path, not memory
 
 
 def _connect(target: Target) -> SinkConnection:

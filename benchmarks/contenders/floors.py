@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..files import filesystem_of
+from ..files import filesystem_of, writable_filesystem_of
 from ..settings import Target
 from ..sink_client import SinkConnection
 from ..workloads import State
@@ -105,8 +105,7 @@ class PlainClient:
 
     def save(self, state: State, target: Target) -> None:
         """Put every part."""
-        filesystem, root = filesystem_of(target)
-        filesystem.makedirs(root, exist_ok=True)
+        filesystem, root = writable_filesystem_of(target)
 
         def put(part: _Part) -> None:
             filesystem.pipe_file(f"{root}/{part.number:05d}", b"".join(part.views))

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import dcpfs
 
-from ..files import filesystem_of
+from ..files import filesystem_of, writable_filesystem_of
 from ..settings import Target
 from ..training import Training
 
@@ -135,15 +135,14 @@ class TorchKeyByKey:
         }
         for key, state in parts.items():
             save(state, storage_writer=_writer(step.child(key)))
-        filesystem, root = filesystem_of(self._place())
+        filesystem, root = writable_filesystem_of(step.child("dataloader"))
         stream = io.BytesIO()
         torch.save(training.dataloader, stream)
-        filesystem.makedirs(f"{root}/step-{iteration}/dataloader", exist_ok=True)
-        filesystem.pipe_file(f"{root}/step-{iteration}/dataloader/rank_{_rank()}.pkl", stream.getvalue())
+        filesystem.pipe_file(f"{root}/rank_{_rank()}.pkl", stream.getvalue())
         if dist.is_initialized():
             dist.barrier()
         if _rank() == 0:
-            filesystem.pipe_file(f"{root}/{_NEWEST}", f"{iteration}\n".encode())
+            filesystem.pipe_file(f"{filesystem_of(self._place())[1]}/{_NEWEST}", f"{iteration}\n".encode())
 
     def release(self) -> None:
         """Nothing is under way."""
