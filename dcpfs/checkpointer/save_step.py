@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import struct
 import sys
 import time
 import uuid
@@ -51,6 +50,7 @@ from dcpfs.checkpointer.linked_ranks import LostRankError
 from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.manifest import FileRecord, Manifest
 from dcpfs.checkpointer.ownership import put_owned
+from dcpfs.checkpointer.opening_words import OpeningWords, TogetherWords
 from dcpfs.checkpointer.phases import Phases
 from dcpfs.checkpointer.save_context import SaveContext, StepReport
 from dcpfs.checkpointer.step_plan import (
@@ -75,9 +75,6 @@ __all__ = ["save_step"]
 _logger = logging.getLogger(__name__)
 
 _STATES = tuple(ClaimState)
-_SHIFTS = (96, 64, 32, 0)
-_WORD = 0xFFFFFFFF
-_NO_METRIC = -(1 << 63)
 
 
 def save_step(
@@ -228,7 +225,10 @@ class _Save:
                 self.take_back()  # before any rank can begin another save
             return self._ranks.broadcast_verdict(None, failure, error)[1]
         except LostRankError as lost:
-            return error or failure or lost  # the cause, where this rank knows it, and not its consequence
+            cause = error or failure
+            if isinstance(cause, DcpfsError):  # may be of a rank that was stopped so long that others cleared up
+                cause.message = f"{cause.message} (and {lost.message})"
+            return cause or lost
 
     def take_back(self) -> None:
         """Coordinator: delete what all ranks wrote, unless a manifest vouches for it. Idempotent; never raises."""
@@ -258,41 +258,36 @@ class _Save:
 
     def _meet(self) -> tuple[ClaimState, bool]:
         """What the coordinator found, and whether all ranks remember plans that fit. Raises what any rank brings."""
-        claim, context = self._claim, self._context
-        token = 0 if self._step is None else context.plans.token(self._step)
-        iteration = 0 if self._step is None else self._step.iteration
-        own_id = int(self.save_id, 16) if self._ranks.is_coordinator else 0
-        words = [
-            self._error is not None,
-            _STATES.index(claim.state) if claim is not None else 0,
-            token,
-            -token,
-            iteration,
-            -iteration,
-            *((own_id >> shift) & _WORD for shift in _SHIFTS),
-            claim.first_file_number if claim is not None else 0,
-            *_encode_metric(None if self._step is None else self._step.metric),
-        ]
-        together = self._ranks.largest(words)
-        failed, state, most, least, last, first, *identity, self._first_file_number, upper, lower = together
-        metrics = _decode_metrics(upper, lower)
-        if failed or last != -first or len(metrics) > 1:
+        claim, context, step = self._claim, self._context, self._step
+        words = OpeningWords(
+            failed=self._error is not None,
+            state=0 if claim is None else _STATES.index(claim.state),
+            token=0 if step is None else context.plans.token(step),
+            iteration=0 if step is None else step.iteration,
+            save_id=self.save_id if self._ranks.is_coordinator else "",
+            first_file_number=0 if claim is None else claim.first_file_number,
+            metric=None if step is None else step.metric,
+        )
+        told = TogetherWords.decode(self._ranks.largest(words.encode()))
+        self._first_file_number = told.first_file_number
+        first, last = told.iterations
+        if told.failed or last != first or len(told.metrics) > 1:
             self._stragglers = Stragglers.NONE  # all ranks know that there is nothing to write
-        if failed:
+        if told.failed:
             self._ranks.agree(self._error)
-        if last != -first:
+        if last != first:
             raise ConfigError(
-                f"can't save to {context.save_dir.redacted}: one rank saves iteration {-first} and another {last}; "
+                f"can't save to {context.save_dir.redacted}: one rank saves iteration {first} and another {last}; "
                 "call save with the same iteration on all ranks"
             )
-        if len(metrics) > 1:
+        if len(told.metrics) > 1:
+            one, other = told.metrics
             raise ConfigError(
-                f"can't save iteration {iteration} to {context.save_dir.redacted}: one rank gives the metric "
-                f"{metrics[0]} and another {metrics[1]}; give the same on all ranks, e.g. their mean, or None on all "
-                "but the first"
+                f"can't save iteration {first} to {context.save_dir.redacted}: one rank gives the metric {one} and "
+                f"another {other}; give the same on all ranks, e.g. their mean, or None on all but the first"
             )
-        self.save_id = f"{sum(word << shift for word, shift in zip(identity, _SHIFTS, strict=True)):032x}"
-        return _STATES[state], most == -least and most > 0
+        self.save_id = told.save_id
+        return _STATES[told.state], told.plans_fit
 
     def _assign(self, *, plans_fit: bool, withdraws: bool) -> dict[str, SavePlan]:
         """What this rank writes. When it returns, nothing stands in the step, and all ranks may write."""
@@ -482,24 +477,6 @@ class _Save:
         if self._claim is None:
             raise RuntimeError("the step was not claimed")
         return self._claim
-
-
-def _encode_metric(metric: float | None) -> tuple[int, int]:
-    """Two words of which the largest over all ranks tell whether two ranks have different ones. None differs from none.
-
-    A metric is finite: its bits, and their negative, are above the least of 64 bits, which stands for None.
-    """
-    if metric is None:
-        return _NO_METRIC, _NO_METRIC
-    (bits,) = struct.unpack("<q", struct.pack("<d", metric + 0.0))  # no negative zero, which equals the other one
-    return bits, -bits
-
-
-def _decode_metrics(upper: int, lower: int) -> list[float]:
-    """The metrics that were given: none, one, or two of those that differ."""
-    if upper == _NO_METRIC:
-        return []
-    return [struct.unpack("<d", struct.pack("<q", bits))[0] for bits in dict.fromkeys((upper, -lower))]
 
 
 def _rank_files_of(collected: Sequence[_Written]) -> dict[str, dict[int, str]]:

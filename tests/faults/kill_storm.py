@@ -8,11 +8,11 @@ knows who asks. When the request that a `Hit` describes has arrived, its victims
 (or stopped) the request takes effect, or does not, and the others go on. The ranks come from `storm_ranks`; a round's
 lines are heard until all its ranks have ended. ::
 
-    with Storm(server, world_size=2, mode="async") as storm:
-        report = storm.run(Hit(...))            # some ranks die
-        report.check()                          # survivors have raised, in time; background processes are gone
-        storm.run()                             # resumes: bit for bit one step, none older than what was confirmed
-        storm.check_clean()
+    storm = Storm(server, ranks, folder, world_size=2, mode="async")
+    report = storm.run(Hit(...))            # some ranks die
+    report.check()                          # survivors have raised, in time; background processes are gone
+    storm.run()                             # resumes: bit for bit one step, none older than what was confirmed
+    storm.check_clean()
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from dcpfs.checkpointer.completeness import check_step
+from dcpfs.checkpointer.discovery import choose_step
 from dcpfs.checkpointer.layout import LATEST_NAME, MANIFEST_NAME, WRITING_NAME, parse_step_name, step_name
 from dcpfs.checkpointer.probing import PROBE_PREFIX
 from dcpfs.checkpointer.verification import verify_step
@@ -49,7 +50,7 @@ from tests.faults.storm_ranks import KEEP_LAST, Order, gate_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["CHANGES", "ForkedRanks", "Hit", "Report", "Storm", "Victims", "open_gate"]
+__all__ = ["CHANGES", "ForkedRanks", "Hit", "Report", "Storm", "Victims", "check_resumable", "open_gate"]
 
 ROOT = Path(__file__).parents[2]
 CHANGES = frozenset({"PutObject", "DeleteObject", "DeleteObjects"})
@@ -98,7 +99,7 @@ class Report:
         ranks: Pids by rank.
         savers: Pids of background processes by rank; those that replaced others are not known.
         struck: Victims' pids, when the hit has come.
-        struck_at: On the monotonic clock.
+        struck_at: When it came, on the monotonic clock; 0: it did not.
         request: That it came with.
         said: Words of each rank, with the time at which they were heard.
         exits: Exit code of each rank.
@@ -146,43 +147,41 @@ class Report:
         for rank in self.survivors:
             ended = self.words(rank, "done") or any(words[0] == "close" for words in self.words(rank, "failed"))
             assert ended, self
-            if not self.struck:
+            if not self.struck_at:
                 assert not self.words(rank, "failed"), self
             late = [(at - self.struck_at, words) for at, words in self.said[rank] if words[0] == "failed"]
             assert all(seconds < SOON_SECONDS for seconds, _ in late), (late, self)
 
 
 class Storm:
-    """Rounds of one run. A context manager.
+    """Rounds of one run.
 
     Args:
         server: Where it saves to.
+        ranks: Who forks its ranks.
         folder: For gates and rendezvous.
         world_size: Ranks of each round.
         mode: Who saves.
+
+    Attributes:
+        confirmed: The newest step that a rank was told of.
+        begun: The newest step that a rank has begun to save.
     """
 
-    def __init__(self, server: ScriptedS3Server, folder: Path, *, world_size: int, mode: str) -> None:
+    def __init__(
+        self, server: ScriptedS3Server, ranks: ForkedRanks, folder: Path, *, world_size: int, mode: str
+    ) -> None:
         self.name = f"storm-{uuid.uuid4().hex}"
         self.confirmed = 0
         self.begun = 0
         self._server = server
         self._folder = folder
         self._mode = mode
-        self._ranks = ForkedRanks()
+        self._ranks = ranks
         self._keys = [f"RANK{rank}" for rank in range(world_size)]
         for key in self._keys:
             server.accept_credential(key, f"secret of {key}")
         self._rounds = 0
-
-    def __enter__(self) -> Self:
-        self._ranks.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._ranks.__exit__(kind, error, trace)
 
     def run(
         self,
@@ -197,7 +196,7 @@ class Storm:
         self._rounds += 1
         options = [{**self._server.storage_options, "key": key, "secret": f"secret of {key}"} for key in self._keys]
         order = Order(
-            f"round-{self._rounds}",
+            f"{self.name}-{self._rounds}",
             str(self._folder),
             self._server.url(self.name),
             options,
@@ -222,6 +221,14 @@ class Storm:
         self.confirmed = max(self.confirmed, *resumed, *report.steps("saved"), 0)
         self.begun = max(self.begun, *report.steps("began"), 0)
         return report
+
+    def check_resumable(self, step: int) -> None:
+        """What a resume would find is a step, which is whole.
+
+        Raises:
+            AssertionError: It is not.
+        """
+        check_resumable(Location(self._server.url(self.name), self._server.storage_options), step)
 
     def check_clean(self) -> int:
         """After a round without a hit: there is nothing but whole steps, the pointer, and probes. Number of probes.
@@ -249,6 +256,22 @@ class Storm:
             return len(more)
         finally:
             store.close()
+
+
+def check_resumable(place: Location, step: int) -> None:
+    """What a resume from a run would find is a step, which is whole.
+
+    Raises:
+        AssertionError: It is not.
+    """
+    store = open_store(place)
+    try:
+        status = choose_step(store).status
+        assert status is not None
+        assert status.iteration == step
+        assert verify_step(store, status) == []
+    finally:
+        store.close()
 
 
 class ForkedRanks:
