@@ -49,8 +49,8 @@ from dcpfs.checkpointer.layout import parse_rank_file_name, step_name
 from dcpfs.checkpointer.linked_ranks import LostRankError
 from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.manifest import FileRecord, Manifest
-from dcpfs.checkpointer.ownership import put_owned
 from dcpfs.checkpointer.opening_words import OpeningWords, TogetherWords
+from dcpfs.checkpointer.ownership import put_owned
 from dcpfs.checkpointer.phases import Phases
 from dcpfs.checkpointer.save_context import SaveContext, StepReport
 from dcpfs.checkpointer.step_plan import (
