@@ -60,11 +60,6 @@ _TRANSPARENT = _CACHES | {"dir"}
 _GOOGLE = frozenset({"gcs", "gs"})
 _SHELLS = frozenset({"sftp", "ssh"})
 _HOSTED = frozenset({"arrow_hdfs", "ftp", "ftps", "hdfs", "sftp", "smb", "ssh", "webhdfs"})
-_DEFAULTS: Mapping[str, Mapping[str, object]] = {
-    # Its own policy of retries would multiply with ours, and a file that one rank reads is not locked for the others.
-    "smb": {"register_session_retries": 0, "share_access": "rwd"},
-}
-"""Options where the user gives none."""
 
 
 class Publishing(enum.Enum):
@@ -114,9 +109,9 @@ _TRAITS: Mapping[str, Traits] = {
     **dict.fromkeys(("gcs", "gs", "hf", "oci", "oss", "s3", "s3a", "tos", "tosfs"), _OBJECTS),
     **dict.fromkeys(("arrow_hdfs", "hdfs", "sftp", "ssh"), _TREE),
     **dict.fromkeys(("file", "local"), replace(_TREE, remote=False)),
-    "smb": replace(_LOOSE_TREE, refused='\\:*?"<>|'),
+    "smb": replace(_TREE, refused='\\:*?"<>|'),
     **dict.fromkeys(("dbfs", "dropbox", "webdav", "webdavs", "webhdfs"), _LOOSE_TREE),
-    **dict.fromkeys(("ftp", "ftps"), replace(_LOOSE_TREE, serial=True)),
+    **dict.fromkeys(("ftp", "ftps"), replace(_LOOSE_TREE, serial=True, refused="\r\n")),
     **dict.fromkeys(("http", "https"), replace(_READ_ONLY, listable=False)),
     **dict.fromkeys(("data", "git", "gist", "github"), replace(_READ_ONLY, ranged_reads=False)),
     "reference": _READ_ONLY,
@@ -219,8 +214,6 @@ def open_filesystem(location: Location) -> OpenFilesystem:
     traits = traits_of(location)
     plain = uncached(location)
     revive_event_loop()
-    if any(_protocol(link) == "smb" for link in plain.components):
-        import dcpfs.storage.smb_connections  # noqa: F401 - a forked child forgets its parent's from now on
     if _protocol(location.components[0]) in _CACHES:
         logger.info("Reading and writing %s past its cache, which can hold another version", location)
     options = plain.storage_options
@@ -238,10 +231,10 @@ def open_filesystem(location: Location) -> OpenFilesystem:
         if index == 0:
             arguments |= options
         link_path = _path(kind, protocol, link)
-        arguments = {**_url_arguments(kind, protocol, link), **_DEFAULTS.get(protocol, {}), **arguments, **inner}
+        arguments = {**_url_arguments(kind, protocol, link), **arguments, **inner}
         arguments["skip_instance_cache"] = True
         if index == 0:
-            filesystem = _instance(_without_control_plane(kind, protocol, arguments), protocol, arguments, location)
+            filesystem = _instance(_chosen_class(kind, protocol, arguments), protocol, arguments, location)
         if not link_path and index < len(links) - 1 and protocol != "dir" and _is_chained(kind):
             link_path = path
         inner = {"target_protocol": protocol, "target_options": arguments, "fo": link_path}
@@ -273,6 +266,17 @@ def _instance(
         raise ConfigError(
             f"Can't open {location}: the filesystem refuses its storage_options ({location.scrub(str(error))})"
         ) from None
+
+
+def _chosen_class(
+    kind: type[AbstractFileSystem], protocol: str, arguments: Mapping[str, object]
+) -> type[AbstractFileSystem]:
+    """The class of a protocol, or one in its place that does what is needed here."""
+    if kind.__module__ == "fsspec.implementations.smb":
+        from dcpfs.storage.smb_filesystem import SmbFilesystem
+
+        return SmbFilesystem
+    return _without_control_plane(kind, protocol, arguments)
 
 
 def _without_control_plane(

@@ -398,11 +398,12 @@ class FsspecStore:
                 name = self._name(opened, directory)
                 self._made.discard(name)
                 try:
-                    self._call(
-                        partial(remove_directory, opened.filesystem, name),
-                        what=f"remove {self._target(directory)}",
-                        limit_seconds=self._retry.deadline_seconds,
-                    )
+                    with self._turn():
+                        self._call(
+                            partial(remove_directory, opened.filesystem, name),
+                            what=f"remove {self._target(directory)}",
+                            limit_seconds=self._retry.deadline_seconds,
+                        )
                 except Exception:  # noqa: BLE001 - it holds something, somebody was faster, or it can't be done
                     break
                 directory = directory.rpartition("/")[0]
@@ -422,17 +423,19 @@ class FsspecStore:
 
         def attempt() -> _T:
             nonlocal generation
-            opened, generation = self._filesystem()
-            name = self._name(opened, path)
-            try:
-                return self._call(
-                    lambda: action(opened.filesystem, name),
-                    what=f"{verb} {self._target(path)}",
-                    limit_seconds=self._limit_seconds(deadline),
-                )
-            except Exception as error:
-                self._hang_up(error, opened, generation)
-                raise
+            # Not before it is this call's turn: the one before may have lost the connection.
+            with self._turn():
+                opened, generation = self._filesystem()
+                name = self._name(opened, path)
+                try:
+                    return self._call(
+                        lambda: action(opened.filesystem, name),
+                        what=f"{verb} {self._target(path)}",
+                        limit_seconds=self._limit_seconds(deadline),
+                    )
+                except Exception as error:
+                    self._hang_up(error, opened, generation)
+                    raise
 
         return self._policy.run(
             attempt,
@@ -444,32 +447,43 @@ class FsspecStore:
 
     def _once(self, verb: str, path: str, call: Callable[[], _T]) -> _T:
         """Run a call that can't be repeated."""
+        opened, generation = self._opened, self._generation
+        what = f"{verb} {self._target(path)}"
         try:
-            return self._call(call, what=f"{verb} {self._target(path)}", limit_seconds=self._retry.deadline_seconds)
+            with self._turn():
+                try:
+                    return self._call(call, what=what, limit_seconds=self._retry.deadline_seconds)
+                except Exception as error:
+                    if opened is not None:
+                        self._hang_up(error, opened, generation)
+                    raise
         except DcpfsError:
             raise
         except Exception as error:  # noqa: BLE001 - raised again as what it means
-            opened = self._opened
-            if opened is not None:
-                self._hang_up(error, opened, self._generation)
             self._raise(error, verb, path)
 
     def _tidy(self, what: str, call: Callable[[], object]) -> None:
         """Run a call whose failure nobody needs to hear of: what failed before it is on its way."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), self._turn():
             self._call(call, what=what, limit_seconds=self._retry.connect_timeout_seconds)
 
-    def _call(self, call: Callable[[], _T], *, what: str, limit_seconds: float) -> _T:
-        """Run a call of the filesystem: one at a time where it has to be, and none for ever."""
-        if in_bounded_call():
-            return call()
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One call at a time where it has to be."""
+        if not self._traits.serial or in_bounded_call():
+            yield
+            return
         stalls = self._stalls
-        with self._serial if self._traits.serial else contextlib.nullcontext():
-            if not self._traits.remote:
-                return call()
-            if self._traits.serial and stalls != self._stalls:
-                raise TimeoutError("the connection stopped answering while this call waited for it")
-            return self._bounded(call, what=what, limit_seconds=limit_seconds)
+        with self._serial:
+            if stalls != self._stalls:
+                raise TimeoutError("the server stopped answering while this call waited for its turn")
+            yield
+
+    def _call(self, call: Callable[[], _T], *, what: str, limit_seconds: float) -> _T:
+        """Run a call of the filesystem, which ends in time where a server is asked."""
+        if not self._traits.remote or in_bounded_call():
+            return call()
+        return self._bounded(call, what=what, limit_seconds=limit_seconds)
 
     def _bounded(self, call: Callable[[], _T], *, what: str, limit_seconds: float) -> _T:
         try:

@@ -201,10 +201,8 @@ def disconnect(fs: AbstractFileSystem) -> None:
         # What can't be cut is left to whoever waits for it.
         if _is_ftp(fs):
             fs.ftp.sock.shutdown(socket.SHUT_RDWR)
-        elif type(fs).__module__ == "fsspec.implementations.smb":
-            from dcpfs.storage.smb_connections import cut_connection
-
-            cut_connection(fs.host, fs._port)
+        elif callable(getattr(fs, "disconnect", None)):
+            fs.disconnect()
         elif type(client).__module__.startswith("paramiko"):
             client.close()
         elif type(client).__module__.startswith("asyncssh"):
