@@ -53,7 +53,7 @@ FOLDER = "DCPFS_TESTS_CRASH_PLANS"
 
 def arm(folder: str) -> None:
     """Let every save of this process look for its plan in a folder."""
-    save_step_module.open_store = functools.partial(_open_planned, Path(folder))
+    setattr(save_step_module, "open_store", functools.partial(_open_planned, Path(folder)))  # noqa: B010 - not exported
 
 
 @contextlib.contextmanager
@@ -274,7 +274,7 @@ class Life:
             assert status.is_complete, status.describe()
             assert verify_step(store, status) == []
         where = self.place.join(step_name(step))
-        trainer = dcpfs.read(where.join("trainer").url, storage_options=where.storage_options)
+        trainer: Any = dcpfs.read(where.join("trainer").url, storage_options=where.storage_options)
         version = trainer["user"]["version"]
         assert isinstance(version, int)
         return version
