@@ -1,0 +1,51 @@
+"""What a call costs includes what its processes cost, and nothing of what was there before."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from benchmarks.measuring import Meter
+
+_WORK = """
+import sys, time
+for line in sys.stdin:
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    print(flush=True)
+"""
+
+
+def test_cpu_of_a_child_that_lives_on_is_counted_and_only_that_of_the_call() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _WORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def work() -> None:
+            print(file=child.stdin, flush=True)
+            assert child.stdout is not None
+            child.stdout.readline()
+
+        work()  # before the clock
+        with Meter() as busy:
+            work()
+        with Meter() as idle:
+            pass
+        child.stdin.close()
+    assert 0.25 <= busy.cost.cpu_seconds < 2
+    assert idle.cost.cpu_seconds < 0.2
+
+
+def test_memory_that_a_call_gave_back_is_in_its_peak_and_not_in_the_next_one() -> None:
+    with Meter() as first:
+        block = bytearray(64 << 20)
+        block[::4096] = bytes(len(block) // 4096)
+        del block
+    with Meter() as second:
+        pass
+    if first.cost.peak_extra_bytes is not None and second.cost.peak_extra_bytes is not None:
+        assert first.cost.peak_extra_bytes >= 60 << 20
+        assert second.cost.peak_extra_bytes < 8 << 20
