@@ -125,6 +125,11 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
         keys = tuple(check_key(key) for key in record["keys"])
         if len({*keys, *rank_files}) != len(keys) + len(rank_files):
             raise ValueError("a key stands there twice")
+        holding = {name.partition("/")[0] for name in files}
+        if not {*keys, *rank_files} <= holding or any(
+            not name.startswith(f"{key}/") for key, names in rank_files.items() for name in names.values()
+        ):
+            raise ValueError("its files are not those of its keys")
         return Manifest(
             save_id=_text(record["save_id"]),
             iteration=_count(record["iteration"]),

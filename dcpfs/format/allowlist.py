@@ -314,7 +314,7 @@ def _standard() -> dict[tuple[str, str], Global]:
         ("datetime", "timezone"): Global(dt.timezone, _checked(dt.timezone, (dt.timedelta,), (str,))),
         ("decimal", "Decimal"): Global(decimal.Decimal, _make_decimal),
         ("fractions", "Fraction"): Global(fractions.Fraction, _make_fraction),
-        ("uuid", "UUID"): Global(uuid.UUID, None, lambda: uuid.UUID.__new__(uuid.UUID), _fill_uuid),
+        ("uuid", "UUID"): Global(uuid.UUID, None, lambda: uuid.UUID(int=0), _fill_uuid),
         ("uuid", "SafeUUID"): Global(uuid.SafeUUID, lambda _: uuid.SafeUUID.unknown),
         ("io", "BytesIO"): Global(io.BytesIO, None, io.BytesIO, _fill_bytes_io),
         ("_io", "BytesIO"): Global(io.BytesIO, None, io.BytesIO, _fill_bytes_io),

@@ -32,7 +32,7 @@ DATA_SUFFIX = ".distcp"
 
 _DATA_FILE = re.compile(r"__(0|[1-9][0-9]{0,17})_(0|[1-9][0-9]{0,17})\.distcp", re.ASCII)
 _RANK_METADATA = re.compile(r"__(0|[1-9][0-9]{0,17})\.metadata", re.ASCII)
-_FORBIDDEN = re.compile(r"[\\\x00]|::|^[A-Za-z][A-Za-z0-9+.\-]*:")
+_FORBIDDEN = re.compile(r"[\\\x00\ud800-\udfff]|::|^[A-Za-z][A-Za-z0-9+.\-]*:")
 _LONGEST_NAME = 4096
 
 
@@ -72,8 +72,8 @@ def check_relative_name(name: object) -> str:
     in the error.
 
     Raises:
-        UntrustedDataError: Not a string, empty, absolute, with an empty, ``.`` or ``..`` segment, a backslash, NUL, a
-            drive letter, a URL scheme or ``::``.
+        UntrustedDataError: Not a string, empty, absolute, with an empty, ``.`` or ``..`` segment, a backslash, NUL, half
+            a surrogate pair, a drive letter, a URL scheme or ``::``.
     """
     if type(name) is not str:
         raise UntrustedDataError(

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import tracemalloc
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -502,3 +503,7 @@ def test_ranges_and_slices_are_of_numbers_that_one_counts_to() -> None:
             loads(call("builtins", name, pickle.dumps(1 << 5000, 2)[2:-1]))
         with pytest.raises(UntrustedDataError):
             loads(call("builtins", name, b"K\1K\1K\1K\1"))
+
+
+def test_a_uuid_that_is_never_filled_is_a_whole_one() -> None:
+    assert repr(loads(b"\x80\4" + name_of("uuid", "UUID") + b")\x81.")) == repr(uuid.UUID(int=0))
