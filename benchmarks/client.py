@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -52,6 +53,7 @@ __all__ = ["run"]
 
 _REASON_CHARACTERS = 1000
 _KEPT_STEPS = 3
+_ORPHAN_EXIT_CODE = 75
 
 
 class _WrongBytesError(Exception):
@@ -308,9 +310,28 @@ def _process_group(job: Job, world: int) -> Iterator[DeviceMesh | None]:
 
 
 def main() -> None:
-    """Read a job from stdin, write its outcome to the file named on the command line."""
-    outcome = run(Job.model_validate_json(sys.stdin.read()))
+    """Read a job, one line on stdin, and write its outcome to the file named on the command line.
+
+    The process ends when stdin does: whoever asked is gone, and nobody would stop it.
+    """
+    job = Job.model_validate_json(_read_line())
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    outcome = run(job)
     Path(sys.argv[1]).write_text(outcome.model_dump_json())
+
+
+def _read_line() -> bytes:
+    # Past Python's buffers: a thread that waits in them keeps the interpreter from ending.
+    line = b""
+    while not line.endswith(b"\n") and (data := os.read(0, 1 << 16)):
+        line += data
+    return line
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 1 << 16):
+        pass
+    os._exit(_ORPHAN_EXIT_CODE)
 
 
 if __name__ == "__main__":

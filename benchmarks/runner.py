@@ -200,14 +200,17 @@ def _run_processes(job: Job, world: int, directory: Path, timeout_seconds: float
                 )
             processes.append(process)
             if process.stdin is not None:
-                process.stdin.write(ranked.model_dump_json())
-                process.stdin.close()
+                # It stays open: a client ends with it, so none outlives this process.
+                process.stdin.write(ranked.model_dump_json() + "\n")
+                process.stdin.flush()
         deadline_seconds = time.monotonic() + timeout_seconds
         reasons = [_wait(process, deadline_seconds) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
     return [_outcome(directory / f"outcome-{rank}.json", reason, errors[rank]) for rank, reason in enumerate(reasons)]
 
 

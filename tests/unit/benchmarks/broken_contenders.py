@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,15 @@ class Raises(TorchFsspec):
 class Dies(TorchFsspec):
     def save(self, state: State, target: Target) -> None:
         os._exit(7)
+
+
+class Hangs(TorchFsspec):
+    """Says that it has begun, and never ends."""
+
+    def save(self, state: State, target: Target) -> None:
+        with open(os.environ["DCPFS_TEST_BEGUN"], "w") as stream:
+            stream.write("begun")
+        threading.Event().wait()
 
 
 class WrongOnSecondRank(TorchFsspec):

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,11 +18,11 @@ from benchmarks.cli import app
 from benchmarks.contenders import Role, contenders_for, find, unreachable
 from benchmarks.figures import Entry, combine, combine_steps
 from benchmarks.figures import Missing as MissingFigure
-from benchmarks.job import Absent, Failed, Measured, Outcome, RoundFigures
+from benchmarks.job import Absent, Failed, Job, Measured, Outcome, RoundFigures
 from benchmarks.place import open_place
 from benchmarks.runner import Isolation
 from benchmarks.settings import Setting, Target
-from tests.unit.benchmarks.small_runs import measure
+from tests.unit.benchmarks.small_runs import TINY_BYTES, measure
 
 BROKEN = "tests.unit.benchmarks.broken_contenders"
 BROKEN_STEPS = "tests.unit.benchmarks.broken_steps"
@@ -109,6 +113,28 @@ def test_dead_process_is_no_figure(sink: Target) -> None:
     assert isinstance(result, MissingFigure)
     assert result.kind == "failed"
     assert "ended with 7" in result.reason
+
+
+def test_a_client_ends_with_the_runner_that_asked_it(sink: Target, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    job = Job(case="save", contender=f"{BROKEN}:Hangs", target=sink, size_bytes=TINY_BYTES, rounds=1)
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.client", str(tmp_path / "outcome.json")],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "DCPFS_TEST_BEGUN": str(begun)},
+        text=True,
+    ) as client:
+        assert client.stdin is not None
+        client.stdin.write(job.model_dump_json() + "\n")
+        client.stdin.flush()
+        deadline = time.monotonic() + 120
+        while not begun.exists():
+            assert client.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        client.stdin.close()  # as when the runner is killed
+        assert client.wait(60) == 75
+    assert not (tmp_path / "outcome.json").exists()
 
 
 @pytest.mark.parametrize(
