@@ -177,7 +177,7 @@ class _ForeignNames:
 
     def __call__(self, module: str, name: str) -> Global | None:
         found = self._resolve(module, name)
-        if found is not None:
+        if found is not None or module == "torch":
             return found
         text = f"{module}.{name}"
         self.met[text] = (module, name)

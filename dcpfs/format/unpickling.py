@@ -23,6 +23,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from dcpfs.config import Trust
 from dcpfs.errors import CorruptCheckpointError, DcpfsError, UntrustedDataError
 from dcpfs.format.allowlist import ALLOWLIST, MANY_KEYS, Global, Resolver, check_hashable
@@ -103,6 +105,11 @@ class SafeUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Look a global up in the allow-list. Called by the instructions."""
         found = self._resolve(module, name)
+        if found is None and module == "torch" and not hasattr(torch, name):
+            raise UntrustedDataError(
+                f"reading {self._what}: its pickle names torch.{name[:200]}, which torch {torch.__version__} does not "
+                f"have; load it with a release of torch that has it"
+            )
         if found is None:
             raise UntrustedDataError(
                 f"reading {self._what}: its pickle names {module[:200]}.{name[:200]}, which is not on dcpfs' "
