@@ -1,8 +1,8 @@
 """torchsnapshot: the library that first bounded a save's memory, no longer maintained.
 
-0.1.0, the last release, still runs on torch 2.13 for whole tensors on local files, with a warning and with
-``importlib_metadata``, which it imports without asking for it. Its S3 plugin takes no endpoint, and its DTensor support
-knows torch's classes of 2023, so it takes no part in these. It does not sync files; that is done for it.
+0.1.0, the last release, still runs on torch 2.13 for whole tensors on local files, with a warning. Its S3 plugin takes
+no endpoint, and its DTensor support knows torch's classes of 2023, so it takes no part in these. It does not sync
+files; that is done for it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Snapshots:
     loads_parts = True
 
     def available(self) -> str | None:
-        """Absent when the package, or what it needs, is."""
-        absent = [name for name in ("torchsnapshot", "importlib_metadata") if importlib.util.find_spec(name) is None]
-        return f"{', '.join(absent)} is not installed" if absent else None
+        """Absent when the package is."""
+        if importlib.util.find_spec("torchsnapshot") is None:
+            return "torchsnapshot is not installed (extra: bench)"
+        return None
 
     def save(self, state: State, target: Target) -> None:
         """Save."""
-        from torchsnapshot import Snapshot, StateDict  # type: ignore[import-not-found, unused-ignore] # optional
+        from torchsnapshot import Snapshot, StateDict
 
         directory = _directory(target)
         with warnings.catch_warnings():
