@@ -342,5 +342,7 @@ def test_a_cut_hits_all_connections_of_two_saves_at_once(scene: Scene) -> None:
     assert point.reached.is_set()
     for seed in range(2):
         found_state = dcpfs.read(scene.server.url(f"run/{seed}"), storage_options=scene.options)
-        assert torch.equal(found_state["weights"], weights_of(seed))
+        weights = found_state["weights"]
+        assert isinstance(weights, torch.Tensor)
+        assert torch.equal(weights, weights_of(seed))
     assert not any(upload.parts for upload in scene.server.open_uploads())
