@@ -72,8 +72,8 @@ def check_relative_name(name: object) -> str:
     in the error.
 
     Raises:
-        UntrustedDataError: Not a string, empty, absolute, with an empty, ``.`` or ``..`` segment, a backslash, NUL, half
-            a surrogate pair, a drive letter, a URL scheme or ``::``.
+        UntrustedDataError: Not a string, empty, absolute, with an empty, ``.`` or ``..`` segment, a backslash, NUL,
+            half a surrogate pair, a drive letter, a URL scheme or ``::``.
     """
     if type(name) is not str:
         raise UntrustedDataError(

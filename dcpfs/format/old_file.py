@@ -57,7 +57,7 @@ class _OldFile:
         self._size_bytes = 0
 
     def decode(self) -> object:
-        if bytes(self._view[:1]) != pickle.PROTO or self._load() != _MAGIC or self._load() != _PROTOCOL:
+        if bytes(self._view[:1]) != pickle.PROTO or not (self._is_next(_MAGIC) and self._is_next(_PROTOCOL)):
             raise self._damaged("it is no file of torch.save")
         system = self._load()
         if type(system) is not dict or system.get("little_endian") is not True:
@@ -71,6 +71,10 @@ class _OldFile:
             return value
         self._position = start
         return self._load()
+
+    def _is_next(self, number: int) -> bool:
+        found = self._load()
+        return type(found) is int and found == number  # what else there may be, can fail when it is compared
 
     def _load(self) -> object:
         """The next pickle."""

@@ -54,8 +54,8 @@ def test_names_inside_the_checkpoint_pass(name: str) -> None:
     [
         "", "/etc/passwd", "../other/__0_0.distcp", "a/../../b", "a/..", ".", "./a", "a/./b", "a//b", "a/", "..\\b",
         "a\\b",
-        "C:x", "C:/x", "s3://bucket/x", "s3:x", "file:x", "simplecache::s3://b/x", "a::b", "a\0b", "\0", "a\ud800", "x" * 5000,
-        None, 3, b"__0_0.distcp", ("a",),
+        "C:x", "C:/x", "s3://bucket/x", "s3:x", "file:x", "simplecache::s3://b/x", "a::b", "a\0b", "\0", "x" * 5000,
+        "a\ud800", None, 3, b"__0_0.distcp", ("a",),
     ],
 )  # fmt: skip
 def test_case_112_names_that_leave_the_checkpoint_are_refused(name: object) -> None:

@@ -629,6 +629,12 @@ def test_a_file_of_the_format_before_1_6_takes_no_more_than_its_bytes() -> None:
             decode_object(data, key="k")
 
 
+def test_a_file_that_starts_with_what_can_not_be_compared_is_damage() -> None:
+    tensor = pickle.dumps(np.int8(3), 2)
+    with pytest.raises(CorruptCheckpointError, match=r"no file of torch\.save"):
+        decode_object(tensor + b"\x80\2M\xe9\3.", key="k")
+
+
 def test_an_archive_whose_records_share_bytes_is_refused() -> None:
     data = bytearray(archive_of({"data.pkl": b"\x80\x02N.", "data/0": bytes(400), "data/1": bytes(400)}))
     first, second = data.index(b"PK\x01\x02"), data.rindex(b"PK\x01\x02")

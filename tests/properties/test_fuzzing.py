@@ -1,0 +1,63 @@
+"""Hostile bytes in place of everything that is read from a store: a typed error or the right value, and nothing else.
+
+Each target runs in a process of its own with little memory to spare, which a crash, a hang or a kill would end. The
+normal suite tries the same inputs each time; ``DCPFS_FUZZ_SEED`` and ``DCPFS_FUZZ_SECONDS`` choose those of the nightly
+run. ``python -m tests.properties.fuzz_child TARGET SEED 1 60 FOLDER`` tries one input again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.properties.fuzz_child import TARGETS
+
+SECONDS = float(os.environ.get("DCPFS_FUZZ_SECONDS", "170"))
+SEED = int(os.environ.get("DCPFS_FUZZ_SEED", "0")) or time.time_ns() // 1_000_000
+COUNTS = {"entries": 1500, "rank files": 1500, "metadata": 700, "manifests": 2000, "steps": 300}
+
+
+def fuzz(target: str, seed: int, count: int, seconds: float, folder: Path) -> dict[str, Any]:
+    """What the process says; a process that ended otherwise fails the test with the number of its input."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.properties.fuzz_child",
+        target,
+        str(seed),
+        str(count),
+        str(seconds),
+        str(folder),
+    ]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=seconds + 240, check=False
+    )
+    at = (folder / "at").read_text().strip() if (folder / "at").exists() else "none"
+    assert done.returncode == 0, f"{target}: input {at} ended the process ({done.returncode}): {done.stderr[-3000:]}"
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(json.dumps({target: told}))
+    assert not told["faults"], "\n".join(map(str, told["faults"]))
+    return told
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_case_110_hostile_bytes_are_an_error_or_the_right_value(target: str, tmp_path: Path) -> None:
+    told = fuzz(target, 0, COUNTS[target], 120, tmp_path)
+    assert told["tried"] == COUNTS[target]
+    outcomes = " ".join(told["outcomes"])
+    assert "value" in outcomes or "step" in outcomes, "nothing came through: the inputs are too strange"
+    assert "Error" in outcomes or "step 1" in outcomes, "nothing was refused: the inputs are too tame"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("target", TARGETS)
+def test_case_110_the_same_for_long(target: str, tmp_path: Path) -> None:
+    fuzz(target, SEED, 1 << 60, SECONDS, tmp_path)
