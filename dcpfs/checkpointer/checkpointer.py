@@ -52,6 +52,7 @@ from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import CheckpointError, ConfigError, DcpfsError
 from dcpfs.ranks import Ranks, attempt
 from dcpfs.storage.location import Location
+from dcpfs.storage.opening import require_shared, require_writable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,6 +93,7 @@ class DistributedCheckpointer:
 
     Raises:
         ConfigError: A callback or argument can't be used.
+        UnsupportedOperationError: ``save_dir`` can only be read, and ``access`` is another.
         DcpfsError: Another rank failed.
     """
 
@@ -136,7 +138,11 @@ class DistributedCheckpointer:
                 raise ConfigError(f"can't make a checkpointer of a {type(config).__name__}: give a CheckpointConfig")
             self._callbacks = CheckpointCallbacks(callbacks)
             self._access = Access(access)
-            config.save_location(), config.load_location()
+            location, _ = config.save_location(), config.load_location()
+            if self._access is Access.READ_WRITE:
+                require_writable(location)
+                if config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+                    require_shared(location)
 
         self._caller.confirm(attempt(check))
         self._config = config

@@ -55,7 +55,7 @@ from dcpfs.format.collector import paused_collector
 from dcpfs.format.metadata import INDEX_MARK, encode_metadata
 from dcpfs.format.names import METADATA_NAME, data_file_name, rank_metadata_name
 from dcpfs.storage.location import Location
-from dcpfs.storage.opening import open_store
+from dcpfs.storage.opening import open_store, require_writable
 from dcpfs.storage.store import Store
 from dcpfs.torch_private import DCP_VERSION, EntryInfo
 
@@ -115,6 +115,7 @@ class FsspecStorageWriter(StorageWriter):
 
     Raises:
         ConfigError: The URL or the options can't be meant.
+        UnsupportedOperationError: What the URL names can only be read.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class FsspecStorageWriter(StorageWriter):
     ) -> None:
         super().__init__()
         self._location = Location(url, storage_options)
+        require_writable(self._location)
         self._overwrite = overwrite
         self._transfer = TransferConfig.given(transfer)
         self._retry = RetryConfig.given(retry)
@@ -174,6 +176,7 @@ class FsspecStorageWriter(StorageWriter):
         if checkpoint_id:
             location = Location(checkpoint_id, self._location.storage_options)
             if location != self._location:
+                require_writable(location)
                 self.close()
                 self._location = location
 

@@ -36,6 +36,7 @@ __all__ = [
     "Publishing",
     "Traits",
     "filesystem_class",
+    "listed_traits",
     "missing_backend",
     "open_filesystem",
     "overrides",
@@ -109,7 +110,7 @@ _TRAITS: Mapping[str, Traits] = {
     **dict.fromkeys(("gcs", "gs", "hf", "oci", "oss", "s3", "s3a", "tos", "tosfs"), _OBJECTS),
     **dict.fromkeys(("arrow_hdfs", "hdfs", "sftp", "ssh"), _TREE),
     **dict.fromkeys(("file", "local"), replace(_TREE, remote=False)),
-    "smb": replace(_TREE, refused='\\:*?"<>|'),
+    "smb": replace(_LOOSE_TREE, refused='\\:*?"<>|'),
     **dict.fromkeys(("dbfs", "dropbox", "webdav", "webdavs", "webhdfs"), _LOOSE_TREE),
     **dict.fromkeys(("ftp", "ftps"), replace(_LOOSE_TREE, serial=True, refused="\r\n")),
     **dict.fromkeys(("http", "https"), replace(_READ_ONLY, listable=False)),
@@ -184,6 +185,12 @@ def uncached(location: Location) -> Location:
 def _is_transparent(link: str) -> bool:
     protocol, _, path = link.partition("://")
     return protocol in _TRANSPARENT and not path
+
+
+def listed_traits(location: Location) -> Traits | None:
+    """What is known of a location by its scheme alone, without importing anything for it; None for others."""
+    schemes = (_protocol(link) for link in uncached(location).components)
+    return next((_TRAITS.get(scheme) for scheme in schemes if scheme != "dir"), None)
 
 
 def traits_of(location: Location) -> Traits:

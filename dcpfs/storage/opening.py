@@ -9,11 +9,40 @@ why).
 from __future__ import annotations
 
 from dcpfs.config import RetryConfig, TransferConfig
-from dcpfs.storage.filesystems import uncached
+from dcpfs.errors import ConfigError, UnsupportedOperationError
+from dcpfs.storage.filesystems import Publishing, listed_traits, uncached
 from dcpfs.storage.location import Location
 from dcpfs.storage.store import Store
 
-__all__ = ["open_store"]
+__all__ = ["open_store", "require_shared", "require_writable"]
+
+
+def require_shared(location: Location) -> None:
+    """Return when another process of this machine finds there what this one puts, as far as the scheme says.
+
+    Raises:
+        ConfigError: It is the memory of one process.
+    """
+    traits = listed_traits(location)
+    if traits is not None and traits.publishing is Publishing.MEMORY:
+        raise ConfigError(
+            f"Can't save to {location} from a process of its own: {location.scheme}:// is the memory of one process, "
+            "and nobody else would find the checkpoint there; save in this process (async_mode='async') or to a store"
+        )
+
+
+def require_writable(location: Location) -> None:
+    """Return when the scheme of a location can be written at all. Opens nothing, and imports no client.
+
+    Raises:
+        UnsupportedOperationError: It can only be read.
+    """
+    traits = listed_traits(location)
+    if traits is not None and traits.publishing is Publishing.NEVER:
+        raise UnsupportedOperationError(
+            f"Can't save to {location}: {location.scheme}:// is read-only here; save to a store that can be written, "
+            "or only load (a checkpointer is made for that with access='read_only')"
+        )
 
 
 def open_store(

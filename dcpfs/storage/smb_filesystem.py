@@ -12,6 +12,7 @@ moves over an old file. `SmbFilesystem.disconnect` hangs up without a word.
 from __future__ import annotations
 
 import contextlib
+import errno
 import ntpath
 from collections.abc import Mapping
 from stat import S_ISDIR
@@ -19,12 +20,19 @@ from typing import IO, TYPE_CHECKING, cast
 
 import smbclient
 from fsspec.implementations.smb import SMBFileSystem
+from smbprotocol.exceptions import SMBOSError
 from smbprotocol.file_info import FileAttributes
+from smbprotocol.header import NtStatus
 
 if TYPE_CHECKING:
     from smbclient._os import SMBDirEntryInformation
 
 __all__ = ["SmbFilesystem"]
+
+
+_OPEN_ELSEWHERE = frozenset(
+    {NtStatus.STATUS_ACCESS_DENIED, NtStatus.STATUS_DELETE_PENDING, NtStatus.STATUS_SHARING_VIOLATION}
+)
 
 
 class SmbFilesystem(SMBFileSystem):  # type: ignore[misc] # fsspec has no types
@@ -80,7 +88,13 @@ class SmbFilesystem(SMBFileSystem):  # type: ignore[misc] # fsspec has no types
 
     def mv(self, path1: str, path2: str, **_: object) -> None:
         """Move a file, over an old one."""
-        smbclient.replace(self._remote(path1), self._remote(path2), **self._session)
+        try:
+            smbclient.replace(self._remote(path1), self._remote(path2), **self._session)
+        except SMBOSError as error:
+            if error.ntstatus not in _OPEN_ELSEWHERE:
+                raise
+            # A reader will have closed it soon.
+            raise OSError(errno.EBUSY, "the old file is open elsewhere, and can't be replaced meanwhile") from error
 
     def _open(self, path: str, mode: str = "rb", **_: object) -> IO[bytes]:
         # Not locked for others: ranks read the same file at once.
