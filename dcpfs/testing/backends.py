@@ -10,12 +10,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from dcpfs.storage.capabilities import Capabilities
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.testing.server_process import LoopbackServer
 from dcpfs.testing.servers import JuicefsServer, RcloneServer, SeaweedServer
-from dcpfs.testing.servers_files import AsyncsshServer, FtpServer, HttpServer, SftpServer, WebdavServer
+from dcpfs.testing.servers_files import (
+    AsyncsshServer,
+    FtpServer,
+    HttpServer,
+    RcloneFtpServer,
+    SftpServer,
+    WebdavServer,
+    WsgidavServer,
+)
 from dcpfs.testing.servers_objects import AzuriteServer, GcsServer
+from dcpfs.testing.servers_system import NginxServer, OpensshServer, ParamikoSshServer, SambaServer
 
 __all__ = ["BACKENDS", "Backend", "table"]
 
@@ -43,22 +53,33 @@ class Backend:
     note: str = ""
 
 
+_NO_CONDITIONS = "ignores conditional puts, which is noticed"
 _S3 = Backend("S3", "s3://bucket/run", "SeaweedFS", server=SeaweedServer)
-_SFTP = Backend("SFTP", "sftp://host/run", "asyncssh", "sftp", AsyncsshServer)
+_SFTP = Backend("SFTP", "sftp://host/run", "OpenSSH", "sftp", OpensshServer)
+_WEBDAV = Backend("WebDAV", "webdav://run", "rclone", "webdav", WebdavServer)
+_FTP = Backend("FTP", "ftp://host/run", "pyftpdlib", server=FtpServer, note="one request at a time")
+_HTTP = Backend("HTTP", "https://host/run", "nginx", "http", NginxServer, read_only=True)
 BACKENDS: tuple[Backend, ...] = (
     Backend("Local files", "/run", "disk, tmpfs"),
     Backend("Memory", "memory://run", "fsspec"),
     _S3,
-    replace(_S3, tested_with="rclone", server=RcloneServer),
-    replace(_S3, tested_with="JuiceFS gateway", server=JuicefsServer, note="conditional puts are not atomic"),
+    replace(_S3, tested_with="rclone", server=RcloneServer, note=_NO_CONDITIONS),
+    replace(_S3, tested_with="JuiceFS gateway", server=JuicefsServer, note=_NO_CONDITIONS),
     Backend("Google Cloud Storage", "gs://bucket/run", "fake-gcs-server", "gcs", GcsServer),
-    Backend("Azure Blob", "az://container/run", "Azurite", "azure", AzuriteServer, note=r"no `\`, `?` or `#` in names"),
+    Backend("Azure Blob", "az://container/run", "Azurite", "azure", AzuriteServer),
     _SFTP,
+    replace(_SFTP, tested_with="asyncssh", server=AsyncsshServer),
     replace(_SFTP, tested_with="rclone", server=SftpServer, note="rclone's own rename is not atomic"),
-    Backend("WebDAV", "webdav://run", "rclone", "webdav", WebdavServer),
-    Backend("FTP", "ftp://host/run", "pyftpdlib", server=FtpServer, note="one request at a time"),
-    Backend("HTTP", "https://host/run", "rclone", "http", HttpServer, read_only=True),
-    Backend("Zip archive", "zip://run::file:///archive.zip", "a file", read_only=True),
+    replace(_SFTP, tested_with="OpenSSH, by paramiko", extra="", server=ParamikoSshServer, note="where sshfs is not"),
+    _WEBDAV,
+    replace(_WEBDAV, tested_with="wsgidav", server=WsgidavServer, note="its moves cut names at `?` and `;`: an error"),
+    _FTP,
+    replace(_FTP, tested_with="rclone", server=RcloneFtpServer),
+    Backend("SMB", "smb://host/share/run", "Samba", "smb", SambaServer),
+    _HTTP,
+    replace(_HTTP, tested_with="rclone", server=HttpServer),
+    Backend("Zip archive", "zip://run::file:///archive.zip", "a file, nginx", read_only=True),
+    Backend("Tar archive", "tar://run::file:///archive.tar", "a file", read_only=True),
     replace(_S3, kind="S3 by obstore's class", tested_with="SeaweedFS", server=None, note="not in a forked child"),
     Backend("Directory, cache", "dir::s3://bucket/run", "S3, GCS, WebDAV", note="caches are passed by"),
 )
@@ -82,10 +103,15 @@ def table() -> str:
             (
                 *(backend.kind, f"`{backend.url}`", f"`{backend.extra}`" if backend.extra else "", backend.tested_with),
                 *("yes" if flag else "–" for flag in flags),
-                backend.note,
+                "; ".join(filter(None, (_refused(can), backend.note))),
             )
         )
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _refused(can: Capabilities) -> str:
+    marks = [mark for mark in can.refused_characters if mark.isprintable()]
+    return f"no {' '.join(f'`{mark}`' for mark in marks)} in names".replace("`|`", "`\\|`") if marks else ""
 
 
 if __name__ == "__main__":
