@@ -173,7 +173,7 @@ def obstore_options(server: S3Server) -> dict[str, object]:
         "region": server.region,
         "virtual_hosted_style_request": False,
     }
-    return {"protocol": "s3", "config": config, "client_options": {"allow_http": True}}
+    return {"config": config, "client_options": {"allow_http": True}}
 
 
 @contextmanager
@@ -182,6 +182,8 @@ def obstore_scheme() -> Iterator[None]:
     from obstore.fsspec import FsspecStore as ObstoreFilesystem
 
     class Obs3(ObstoreFilesystem):
+        protocol = "s3"
+
         def _split_path(self, path: str) -> tuple[str, str]:
             bucket, name = super()._split_path(path.replace("obs3://", "s3://", 1))
             return bucket, name
