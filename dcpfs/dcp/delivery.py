@@ -131,9 +131,17 @@ class Delivery:
         copied_bytes = tail - request.start if self._copies_reads else 0
         if request.staged:
             held = self._scratch.cost_bytes(tail - request.start)
-            return held + copied_bytes, lambda: self._read_staged(request, tail)
-        held = self._scratch.cost_bytes(_scratch_bytes(request))
-        return held + copied_bytes, lambda: self._read_scattered(request, tail)
+            read = self._read_staged
+        else:
+            held = self._scratch.cost_bytes(_scratch_bytes(request))
+            read = self._read_scattered
+
+        def run() -> None:
+            if held > _BELIEVED_BYTES:
+                self._size_task(request.segments[0].destination.key, request.file, request.stop)()
+            read(request, tail)
+
+        return held + copied_bytes, run
 
     def _read_staged(self, request: Request[Landing], tail: int) -> None:
         begin = request.start
@@ -232,6 +240,8 @@ def _fill_gap(buffers: list[memoryview], size_bytes: int) -> None:
         size_bytes -= piece
 
 
+_BELIEVED_BYTES = 64 << 20
+"""Memory that the metadata's word is enough for. An entry that claims more is first held against its file's size."""
 _gap_scratch = memoryview(bytearray(_GAP_SCRATCH_BYTES))
 
 

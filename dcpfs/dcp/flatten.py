@@ -86,8 +86,19 @@ class Container:
     factory: str | None = None
 
     def real_key(self, text: str) -> object:
-        """The key as it was, from its text."""
-        return int(text) if self.int_keys else self.keys.get(text, text)
+        """The key as it was, from its text.
+
+        Raises:
+            CorruptCheckpointError: All keys are ints, and this is none.
+        """
+        if not self.int_keys:
+            return self.keys.get(text, text)
+        try:
+            return int(text)
+        except ValueError as error:
+            raise CorruptCheckpointError(
+                f"the checkpoint's note of its containers is damaged: {text[:80]!r} is no int"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -136,10 +147,10 @@ class Structure:
             return cls(own_paths)
         try:
             containers = {
-                tuple(path): _container_from_json(note)
+                _path_from_json(path): _container_from_json(note)
                 for path, note in value["containers"]  # type: ignore[index]  # checked by the except below
             }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError("the checkpoint's note of its containers is damaged") from error
         return cls(own_paths, containers)
 
@@ -410,7 +421,7 @@ def _find(root: dict[object, object], path: KeyPath) -> dict[object, object] | l
 
 def _child(container: dict[object, object] | list[object], key: str | int) -> object:
     if isinstance(container, list):
-        return container[key] if isinstance(key, int) and key < len(container) else None
+        return container[key] if isinstance(key, int) and 0 <= key < len(container) else None
     return container.get(key)
 
 
@@ -481,16 +492,26 @@ def _container_to_json(container: Container) -> dict[str, object]:
     return value
 
 
+def _path_from_json(value: list[str | int]) -> KeyPath:
+    if not all(type(part) is str or (type(part) is int and part >= 0) for part in value):
+        raise TypeError("a path is made of something else than names and positions")
+    return tuple(value)
+
+
 def _container_from_json(value: Mapping[str, object]) -> Container:
     keys = value.get("keys", [])
     int_keys = keys == "int"
     pairs = cast("list[tuple[str, object]]", [] if int_keys else keys)
     factory = value.get("factory")
+    real = {text: _key_from_json(key) for text, key in pairs}
+    order = tuple(cast("list[str]", value.get("order", ())))
+    if not all(map(_is_portable, real.values())) or not {*map(type, (*real, *order))} <= {str}:
+        raise TypeError("a key is none that a mapping of a state has")
     return Container(
         ContainerKind(value["kind"]),
         int_keys,
-        {text: _key_from_json(key) for text, key in pairs},
-        tuple(cast("list[str]", value.get("order", ()))),
+        real,
+        order,
         bool(value.get("empty", False)),
         str(factory) if factory is not None else None,
     )

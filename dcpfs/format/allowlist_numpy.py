@@ -80,7 +80,19 @@ def _fill_array(instance: Any, state: object) -> None:
             raise _refuse("a numpy array whose objects don't fill its shape")
     elif type(data) is not bytes or len(data) != math.prod(sizes) * dtype.itemsize:
         raise _refuse("a numpy array whose bytes don't fill its shape")
+    else:
+        _check_text(dtype, data)
     instance.__setstate__((1, sizes, dtype, bool(fortran), data))
+
+
+def _check_text(dtype: Any, data: bytes | bytearray) -> None:
+    """Refuse text of characters that there are not: whoever looks at it gets an error of the interpreter."""
+    import numpy as np
+
+    if dtype.kind == "U" and data:
+        codes = np.frombuffer(data, dtype=np.dtype("u4").newbyteorder(dtype.byteorder))
+        if codes.max() > 0x10FFFF:
+            raise _refuse("numpy text of characters that there are not")
 
 
 def _make_scalar(dtype: object, data: object = b"") -> object:
@@ -89,6 +101,7 @@ def _make_scalar(dtype: object, data: object = b"") -> object:
 
     if not isinstance(dtype, np.dtype) or dtype.hasobject or type(data) is not bytes or len(data) != dtype.itemsize:
         raise _refuse("a numpy scalar whose bytes don't fit its dtype")
+    _check_text(dtype, data)
     return scalar(dtype, data)
 
 
@@ -103,6 +116,7 @@ def _from_buffer(data: object, dtype: object, shape: object, order: object = "C"
         or len(data) != math.prod(_check_shape(shape)) * dtype.itemsize
     ):
         raise _refuse("a numpy array whose bytes don't fill its shape")
+    _check_text(dtype, data)
     return np.frombuffer(bytearray(data), dtype=dtype).reshape(_check_shape(shape), order="F" if order == "F" else "C")
 
 

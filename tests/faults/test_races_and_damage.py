@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,21 @@ def test_no_memory_is_asked_for_what_the_entries_cannot_hold(tmp_path: Path) -> 
     _edit_metadata(tmp_path, grow)
     with pytest.raises(CorruptCheckpointError, match="promises 4503599627370496 bytes"):
         dcpfs.read(tmp_path)
+
+
+@pytest.mark.parametrize("length_bytes", [1 << 33, 1 << 45, (1 << 62) - 4096])
+def test_no_memory_is_asked_for_a_value_that_is_larger_than_its_file(tmp_path: Path, length_bytes: int) -> None:
+    dcp_save(_STATE, storage_writer=FileSystemWriter(tmp_path))
+    file = tmp_path / ".metadata"
+    metadata: Metadata = pickle.loads(file.read_bytes())
+    for index, info in metadata.storage_data.items():
+        if index.fqn == "n":
+            info.length = length_bytes
+    file.write_bytes(pickle.dumps(metadata))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptCheckpointError, match="only .* bytes that the metadata lists"):
+            dcpfs.read(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

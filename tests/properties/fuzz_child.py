@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import dcpfs
+from dcpfs.checkpointer.choices import RngPolicy
 from dcpfs.checkpointer.layout import LATEST_NAME, MANIFEST_NAME, step_name
 from dcpfs.checkpointer.manifest import decode_manifest
 from dcpfs.checkpointer.rank_state import decode_rank_state, encode_rank_state
@@ -133,7 +134,7 @@ def values() -> list[object]:
 
 def saved(value: object, **options: bool) -> bytes:
     buffer = io.BytesIO()
-    torch.save(value, buffer, **options)  # type: ignore[arg-type]  # one private option
+    torch.save(value, buffer, **options)
     return buffer.getvalue()
 
 
@@ -312,7 +313,7 @@ def step_state(version: int) -> dict[str, dict[str, object]]:
 
 def save_steps(where: Path) -> None:
     """Two steps by the checkpointer itself."""
-    config = dcpfs.CheckpointConfig(save_dir=str(where), extra_keys=("extra",), rng="none")
+    config = dcpfs.CheckpointConfig(save_dir=str(where), extra_keys=("extra",), rng=RngPolicy.NONE)
     with dcpfs.DistributedCheckpointer(config) as checkpointer:
         for version in (1, 2):
             checkpointer.save_state(version, step_state(version))
@@ -329,7 +330,7 @@ class Steps(Target):
             str(each.relative_to(self.run)): each.read_bytes() for each in self.run.rglob("*") if each.is_file()
         }
         self.newest = [name for name in self.content if name.startswith(step_name(2))]
-        self.config = dcpfs.CheckpointConfig(save_dir=str(self.run), extra_keys=("extra",), rng="none")
+        self.config = dcpfs.CheckpointConfig(save_dir=str(self.run), extra_keys=("extra",), rng=RngPolicy.NONE)
 
     def make(self, chance: random.Random) -> tuple[str, tuple[str, bytes]]:
         way = chance.randrange(10)

@@ -384,15 +384,15 @@ def forge_archive(records: Mapping[str, bytes], pickled: bytes, chance: random.R
     with zipfile.ZipFile(buffer, "w", compression) as opened:
         for name, data in made.items():
             opened.writestr(name, data)
-    data = bytearray(buffer.getvalue())
+    content = bytearray(buffer.getvalue())
     if chance.random() < 0.2:
-        lines = [at for at in range(len(data) - 46) if data[at : at + 4] == b"PK\x01\x02"]
+        lines = [at for at in range(len(content) - 46) if content[at : at + 4] == b"PK\x01\x02"]
         if lines:
             field = chance.choice((8, 10, 20, 24, 28, 30, 32, 42))
             struct.pack_into(
-                "<I", data, chance.choice(lines) + field, chance.choice((0, 1, 64, 0xFFFFFFFF, 0x7FFFFFFF))
+                "<I", content, chance.choice(lines) + field, chance.choice((0, 1, 64, 0xFFFFFFFF, 0x7FFFFFFF))
             )
-    return bytes(data)
+    return bytes(content)
 
 
 def forge_metadata(pickled: bytes, columns: str) -> bytes:

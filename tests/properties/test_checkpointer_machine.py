@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import dcpfs
 from dcpfs.checkpointer import save_step as save_step_module
 from dcpfs.checkpointer.layout import LATEST_NAME, MANIFEST_NAME, PROTECTED_NAME, WRITING_NAME, parse_latest, step_name
+from dcpfs.config import Durability
 from dcpfs.errors import CheckpointError, CheckpointExistsError, DcpfsError
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
@@ -32,7 +33,7 @@ from dcpfs.testing.faulty import Aftermath, FaultPlan, FaultyStore, InjectedErro
 from tests.properties.bounds import examples
 from tests.properties.thread_ranks import run_threads, thread_groups
 
-TRANSFER = dcpfs.TransferConfig(durability="page_cache", local_concurrency=1)
+TRANSFER = dcpfs.TransferConfig(durability=Durability.PAGE_CACHE, local_concurrency=1)
 ONCE = dcpfs.RetryConfig(attempts=1)
 ITERATIONS = st.integers(1, 7)
 State = Literal["whole", "doubtful", "unmarked", "broken"]
@@ -84,7 +85,7 @@ class Model:
         order = sorted(self.steps, reverse=True)
         if self.named in self.steps:
             order.sort(key=lambda each: each != self.named)
-        found = []
+        found: list[int] = []
         for iteration in order:
             state = self.steps[iteration].state
             if state == "whole":
@@ -506,9 +507,5 @@ class CheckpointerMachine(RuleBasedStateMachine):
         assert latest in allowed if certain else latest in (None, *allowed)
 
 
-CheckpointerMachine.TestCase.settings = settings(examples(12), stateful_step_count=14)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-class TestCheckpointerMachine(CheckpointerMachine.TestCase):  # type: ignore[name-defined,misc]  # made by Hypothesis
-    """The machine, for pytest."""
+TestCheckpointerMachine: Any = CheckpointerMachine.TestCase
+TestCheckpointerMachine.settings = settings(examples(12), stateful_step_count=14)

@@ -82,7 +82,7 @@ def _make_group(*_: object, **__: object) -> Ranks:
         hub = hubs.setdefault(_member.made, _Hub(_member.world_size))
     _member.made += 1
     group: Any = object()  # there is one
-    return _ThreadRanks(_member.rank, _member.world_size, group, hub)
+    return _ThreadRanks(_member.rank, _member.world_size, group, hub=hub)
 
 
 @contextlib.contextmanager

@@ -176,3 +176,46 @@ def test_a_state_without_end_is_refused() -> None:
     state["self"] = state
     with pytest.raises(UnsupportedValueError, match="holds itself"):
         flatten(state)
+
+
+HOSTILE_NOTES = {
+    "a key that is a list": {"keys": [["a", [1]]]},
+    "a key that is a dict": {"keys": [["a", {"x": 1}]]},
+    "a text that is none": {"keys": [[1, 2]]},
+    "an order of lists": {"order": [["a"]]},
+    "bytes that are none": {"keys": [["a", {"bytes": 5}]]},
+    "a kind that is none": {"kind": "list"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_NOTES)
+def test_a_note_that_no_state_makes_is_damage(name: str) -> None:
+    note = {"kind": "dict", **HOSTILE_NOTES[name]}
+    with pytest.raises(CorruptCheckpointError):
+        Structure.from_json({"containers": [[["m"], note]]}, {"m.a": ("m", "a")})
+
+
+def test_a_note_that_is_nested_without_end_is_damage() -> None:
+    key: object = 0
+    for _ in range(1500):
+        key = {"tuple": [key]}
+    with pytest.raises(CorruptCheckpointError):
+        Structure.from_json({"containers": [[["m"], {"kind": "dict", "keys": [["a", key]]}]]}, {"m.a": ("m", "a")})
+
+
+@pytest.mark.parametrize("path", [["m", -1], ["m", None], ["m", ["x"]], ["m", True], 5])
+def test_a_path_of_something_else_than_names_and_positions_is_damage(path: object) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        Structure.from_json({"containers": [[path, {"kind": "dict"}]]}, {})
+
+
+def test_texts_that_are_no_ints_among_int_keys_are_damage() -> None:
+    structure = Structure.from_json({"containers": [[["m"], {"kind": "dict", "keys": "int"}]]}, {"m.x": ("m", "x")})
+    with pytest.raises(CorruptCheckpointError, match="no int"):
+        unflatten({"m.x": 1}, structure)
+
+
+def test_negative_positions_are_damage() -> None:
+    structure = Structure({"a.-1.x": ("a", -1, "x"), "a.0": ("a", 0)})
+    with pytest.raises(CorruptCheckpointError, match="contradict"):
+        unflatten({"a.-1.x": 1, "a.0": 2}, structure)

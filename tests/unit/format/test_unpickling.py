@@ -507,3 +507,15 @@ def test_ranges_and_slices_are_of_numbers_that_one_counts_to() -> None:
 
 def test_a_uuid_that_is_never_filled_is_a_whole_one() -> None:
     assert repr(loads(b"\x80\4" + name_of("uuid", "UUID") + b")\x81.")) == repr(uuid.UUID(int=0))
+
+
+@pytest.mark.parametrize("order", "<>")
+def test_numpy_text_of_characters_that_there_are_not_is_refused(order: str) -> None:
+    good = np.array(["ab", "\U0010ffff"], dtype=f"{order}U2")
+    assert (loads(pickle.dumps(good, 2)) == good).all()  # type: ignore[attr-defined]  # an array
+    codes = good.view(f"{order}u4").copy()
+    codes[3] = 0x110000
+    for value in (codes.view(f"{order}U2"), codes.view(f"{order}U2")[1]):
+        for protocol in (2, 5):
+            with pytest.raises(UntrustedDataError, match="characters"):
+                loads(pickle.dumps(value, protocol))
