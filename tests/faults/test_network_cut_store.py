@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -15,10 +16,12 @@ import pytest
 import torch
 
 import dcpfs
+import dcpfs.testing
 from dcpfs.config import RetryConfig, TransferConfig
 from dcpfs.errors import CheckpointNotFoundError, DcpfsError, IncompleteCheckpointError, StorageError
 from dcpfs.storage import s3_store
 from dcpfs.storage.retrying import RetryPolicy
+from dcpfs.testing.s3_faults import slow_down
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
 from dcpfs.testing.tcp_proxy import Cut, CutPoint, Direction, TcpProxy
 from tests.faults.s3_scene import MIB, said_by
@@ -346,3 +349,9 @@ def test_a_cut_hits_all_connections_of_two_saves_at_once(scene: Scene) -> None:
         assert isinstance(weights, torch.Tensor)
         assert torch.equal(weights, weights_of(seed))
     assert not any(upload.parts for upload in scene.server.open_uploads())
+
+
+def test_the_example_of_the_package_runs() -> None:
+    _, _, example = str(dcpfs.testing.__doc__).partition("::\n\n")
+    names = {"state": {"weights": torch.zeros(5 * MIB)}, "dcpfs": dcpfs, "slow_down": slow_down}
+    exec(textwrap.dedent(example), {**names, "Cut": Cut, "ScriptedS3Server": ScriptedS3Server, "TcpProxy": TcpProxy})
