@@ -167,7 +167,6 @@ def tune_place(asked: TuneOrder, console: Console) -> str:
         _leaving_no_directory([] if asked.url is None else [asked.url]),
         open_place(asked.setting, None, asked.size_bytes, url=asked.url, storage_options=options) as place,
     ):
-        _probe(place)
         axes = asked.axes or axes_for(place)
         plan = RecordedPlan(
             setting=asked.setting.value,
@@ -187,6 +186,7 @@ def tune_place(asked: TuneOrder, console: Console) -> str:
             f"{label}: writes and reads at most {_amount(most)} in all, {_amount(asked.size_bytes)} of it at a time, "
             f"in a directory {PLACE_PREFIX}… of its own, which is deleted at the end.",
         )
+        _probe(place)
         rig = Rig(place, asked.size_bytes, remote=axes.remote)
         runs = most // asked.size_bytes
         with RecordStream(asked.json_path, manifest) as stream, RunProgress(runs, console) as progress:

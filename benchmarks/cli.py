@@ -112,6 +112,10 @@ def run(
         settings = setting or ([Setting.URL] if url else [Setting.FAST])
         if (Setting.URL in settings) != (url is not None):
             raise typer.BadParameter("--setting url and --url go together")
+        if link is not None and (
+            without := [each.value for each in settings if not (each.is_s3 or each is Setting.URL)]
+        ):
+            raise typer.BadParameter(f"there is no server to put a link in front of in {', '.join(without)}")
         for each in settings:
             check_contenders(only or (), contenders_for(each, url))
         stages = [

@@ -66,9 +66,8 @@ class RunProgress:
         """Show a line."""
         text = text[:_MOST_CHARACTERS]
         if self._bar is None:
-            self._console.print(
-                f"[{self._done}/{self._total}] {text}", markup=False, highlight=False, soft_wrap=True, emoji=False
-            )
+            count = f"[{self._done}/{self._total}] " if self._total else ""
+            self._console.print(f"{count}{text}", markup=False, highlight=False, soft_wrap=True, emoji=False)
         else:
             self._bar.console.print(text, markup=False, highlight=False, emoji=False)
 

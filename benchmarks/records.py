@@ -126,8 +126,8 @@ _OTHERS: dict[str, type[SimulationFigure | RanksFigure | StallFigure | TuneFigur
 _STEPS = ("checkpointer", "discovery", "retention")
 _COMMON = {
     Metric.WALL: ("seconds", "wall_seconds"),
-    Metric.CPU: ("cpu_seconds", "coordinator_cpu_seconds"),
-    Metric.PEAK: ("peak_bytes", "peak_extra_bytes", "coordinator_extra_bytes"),
+    Metric.CPU: ("coordinator_cpu_seconds", "cpu_seconds"),
+    Metric.PEAK: ("coordinator_extra_bytes", "peak_bytes", "peak_extra_bytes"),
     Metric.REQUESTS: ("requests",),
     Metric.MOVED: ("moved_bytes",),
 }

@@ -56,6 +56,12 @@ def test_a_url_and_its_setting_go_together(arguments: list[str]) -> None:
     assert "--setting url and --url go together" in " ".join(text.split()).replace("│ ", "")
 
 
+def test_a_link_needs_a_server_to_stand_before() -> None:
+    code, text = invoke("save", "--setting", "fast", "--setting", "tmpfs", "--latency-ms", "10")
+    assert code == 2
+    assert "no server to put a link in front of in tmpfs" in " ".join(text.replace("│", " ").split())
+
+
 def test_options_that_are_no_json_are_refused_without_being_shown() -> None:
     code, text = invoke("save", "--url", "memory://x", "--storage-options", "{hunter2")
     assert code == 2

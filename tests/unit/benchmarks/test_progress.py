@@ -27,6 +27,13 @@ def test_lines_without_a_terminal_have_the_count_and_no_control_characters() -> 
     assert stream.getvalue() == f"[0/3] save [dcpfs] #0: 1.2 GB/s {'x' * 100}\n[1/3] next\n"
 
 
+def test_work_that_is_not_counted_has_no_count() -> None:
+    target, stream = console(terminal=False)
+    with RunProgress(0, target) as progress:
+        progress.tell("planning: 8 ranks")
+    assert stream.getvalue() == "planning: 8 ranks\n"
+
+
 def test_a_terminal_gets_a_bar_below_the_lines() -> None:
     target, stream = console(terminal=True)
     with RunProgress(4, target) as progress:
