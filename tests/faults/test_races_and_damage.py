@@ -108,7 +108,7 @@ def test_no_memory_is_asked_for_a_value_that_is_larger_than_its_file(tmp_path: P
     file.write_bytes(pickle.dumps(metadata))
     tracemalloc.start()
     try:
-        with pytest.raises(CorruptCheckpointError, match="only .* bytes that the metadata lists"):
+        with pytest.raises(CorruptCheckpointError, match=r"only .* bytes that the metadata lists"):
             dcpfs.read(tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
