@@ -58,7 +58,7 @@ _ARCHIVES = frozenset({"libarchive", "reference", "tar", "zip"})
 """Wrappers with names of their own: a child of ``zip::X`` is in the archive, that of ``simplecache::X`` in
 X."""
 _COLLAPSED = re.compile(
-    r"(?:^|/|::)((?:" + "|".join(sorted(_BUCKETS | _HOSTS | _WEB | {"file", "memory"})) + r")):/(?!/)"
+    r"(?:^|/|::)((?:" + "|".join(sorted(_BUCKETS | _HOSTS | _WEB | {"file", "memory"})) + r")):(?:/(?!/)|$)"
 )
 _ANY_COLLAPSED = re.compile(r"(?:^|::)([A-Za-z][A-Za-z0-9+._-]+):/(?!/)")
 _SECRET_NAME = re.compile(r"sig|token|secret|pass|pwd|key|cred|auth|sas|session", re.IGNORECASE)

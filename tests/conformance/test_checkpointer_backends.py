@@ -7,11 +7,13 @@ import tarfile
 import uuid
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import dcpfs
 from dcpfs.errors import CheckpointExistsError, MissingBackendError, UnsupportedOperationError
@@ -142,18 +144,19 @@ def test_writer_and_reader_under_torchs_own_calls(place: Location) -> None:
     options = location.storage_options
     for value in (1, 2):
         writer = dcpfs.FsspecStorageWriter(location.url, storage_options=options, overwrite=value == 2)
-        dcp.save(state(value), storage_writer=writer, no_dist=True)
+        save(state(value), storage_writer=writer, no_dist=True)
         loaded = state(0)
         reader = dcpfs.FsspecStorageReader(location.url, storage_options=options)
-        dcp.load(loaded, storage_reader=reader, no_dist=True)
+        load(loaded, storage_reader=reader, no_dist=True)
         check_state(loaded, value)
     with pytest.raises(CheckpointExistsError):
         dcpfs.save(state(3), location.url, storage_options=options)
     check_state(dcpfs.read(location.url, storage_options=options), 2)
-    future = dcp.async_save(
+    saving = async_save(
         state(4), storage_writer=dcpfs.FsspecStorageWriter(place.join("bare/step 4").url, storage_options=options)
     )
-    future.result()
+    assert isinstance(saving, Future)
+    saving.result()
     check_state(dcpfs.read(place.join("bare/step 4").url, storage_options=options), 4)
 
 
