@@ -124,6 +124,7 @@ class Fault(enum.Enum):
     TOO_LARGE = "too large"
     UNSUPPORTED = "unsupported"
     RANGE = "range"
+    UPLOAD_LOST = "upload lost"
     TRUST = "trust"
     THROTTLED = "throttled"
     TRANSIENT = "transient"
@@ -152,6 +153,7 @@ _MEANINGS: Mapping[Fault, _Meaning] = {
     Fault.TOO_LARGE: _Meaning(StorageError, _P, "use larger parts or smaller files (TransferConfig)"),
     Fault.UNSUPPORTED: _Meaning(UnsupportedOperationError, _P, "use a store that can"),
     Fault.RANGE: _Meaning(TransferSizeError, _P, "the object is shorter than it should be"),
+    Fault.UPLOAD_LOST: _Meaning(StorageError, _P, "the store lost the upload or a part of it, so save again"),
     Fault.TRUST: _Meaning(StorageError, _P, "check the endpoint's name and certificate"),
     Fault.THROTTLED: _Meaning(StorageError, _S, "lower TransferConfig.concurrency or raise RetryConfig's limits"),
     Fault.TRANSIENT: _Meaning(StorageError, _T, "check network and endpoint, or raise RetryConfig's limits"),
@@ -179,6 +181,7 @@ _CODES: Mapping[Fault, str] = {
     Fault.TOO_LARGE: "EntityTooLarge EntityTooSmall RequestBodyTooLarge BlockCountExceedsLimit 413",
     Fault.UNSUPPORTED: "MethodNotAllowed NotImplemented UnsupportedHttpVerb 405 501",
     Fault.RANGE: "InvalidRange 416 RequestedRangeNotSatisfiable",
+    Fault.UPLOAD_LOST: "NoSuchUpload InvalidPart",
     Fault.THROTTLED: """SlowDown SlowDownRead SlowDownWrite ServiceUnavailable ServerBusy Throttling
         ThrottlingException ThrottledException RequestThrottled RequestThrottledException TooManyRequests
         TooManyRequestsException RequestLimitExceeded BandwidthLimitExceeded TransactionInProgressException
