@@ -24,7 +24,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedS3Server]:
         yield server
 
 
-@pytest.mark.parametrize("contender", ["dcpfs", "torch-fsspec", "dcpfs-obstore", "s3torchconnector", "torch-save"])
+@pytest.mark.parametrize("contender", ["dcpfs", "torch-fsspec", "dcpfs-obstore", "s3torchconnector"])
 def test_signatures_hold_through_the_proxy_and_requests_are_counted(server: ScriptedS3Server, contender: str) -> None:
     url, link = server.url("scratch"), Link()
     before = server.objects.snapshot(server.bucket)
