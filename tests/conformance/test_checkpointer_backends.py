@@ -25,6 +25,7 @@ from dcpfs.testing.servers_system import NginxServer, ParamikoSshServer
 from tests.conformance.paramiko_alone import paramiko_alone
 
 SERVERS = {backend.server.__name__: backend.server for backend in BACKENDS if backend.server and not backend.read_only}
+READERS: tuple[type[FileServer], ...] = (HttpServer, NginxServer)
 WRAPPED = ("GcsServer", "SeaweedServer", "WebdavServer", "memory")
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
@@ -189,7 +190,7 @@ def readable(request: pytest.FixtureRequest, saved: Path) -> Iterator[Location]:
     if request.param in ("zip", "tar"):
         yield Location(f"{request.param}://run::file://{archive}")
         return
-    kind: type[FileServer] = NginxServer if request.param.endswith("nginx") else HttpServer
+    kind = READERS[request.param.endswith("nginx")]
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(kind())

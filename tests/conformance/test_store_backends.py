@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from dcpfs.config import RetryConfig, TransferConfig
-from dcpfs.errors import MissingBackendError, StorageError
+from dcpfs.errors import MissingBackendError, ObjectExistsError, StorageError
 from dcpfs.storage.filesystems import open_filesystem
 from dcpfs.storage.fsspec_store import FsspecStore
 from dcpfs.storage.location import Location
@@ -23,7 +23,7 @@ from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Store
 from dcpfs.testing.conformance import ODD_NAMES, StoreConformance, pattern, read_range
 from dcpfs.testing.server_process import LoopbackServer
-from dcpfs.testing.servers import JuicefsServer, SeaweedServer
+from dcpfs.testing.servers import JuicefsServer, RcloneServer, SeaweedServer
 from dcpfs.testing.servers_files import (
     AsyncsshServer,
     FtpServer,
@@ -226,3 +226,18 @@ def test_a_range_of_a_large_file_over_ftp_costs_a_range() -> None:
             with contextlib.closing(open_store(Location(server.url(), server.storage_options), retry=QUICK)) as store:
                 for start, size in ((0, 10), (5 << 20, 1000), (len(content) - 3, 3)):
                     assert read_range(store, "large", start, size) == content[start : start + size]
+
+
+@pytest.mark.parametrize(("kind", "keeps"), [(SeaweedServer, True), (RcloneServer, False), (JuicefsServer, False)])
+def test_a_server_that_ignores_conditions_is_found_out(kind: type[LoopbackServer], keeps: bool) -> None:
+    with kind() as server, contextlib.closing(open_store(Location(server.url("run"), server.storage_options))) as store:
+        assert not store.capabilities.conditional_put, "nothing is known before it was asked"
+        store.put("mark", [b"whose"], if_absent=True)
+        assert store.capabilities.conditional_put == keeps
+        with pytest.raises(ObjectExistsError):
+            store.put("mark", [b"another's"], if_absent=True)
+        assert store.get("mark") == b"whose"
+        # What is large is never sent twice for that, and what was found out stays.
+        store.put("large", [pattern(5000)], if_absent=True)
+        assert store.get("large") == pattern(5000)
+        assert store.capabilities.conditional_put == keeps
