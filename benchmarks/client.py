@@ -72,7 +72,7 @@ def run(job: Job) -> Outcome:
         with _process_group(job, world) as mesh:
             return _run(job, case, contender, mesh)
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - handed over as the outcome
-        return Outcome(result=Failed(reason=_tell(error)))
+        return Outcome(result=Failed(reason=job.target.scrub(_tell(error))))
 
 
 def _reason_to_be_absent(job: Job, case: Case, contender: object) -> str | None:

@@ -211,7 +211,17 @@ def _run_processes(job: Job, world: int, directory: Path, timeout_seconds: float
             process.wait()
             if process.stdin is not None:
                 process.stdin.close()
-    return [_outcome(directory / f"outcome-{rank}.json", reason, errors[rank]) for rank, reason in enumerate(reasons)]
+    outcomes = [
+        _outcome(directory / f"outcome-{rank}.json", reason, errors[rank]) for rank, reason in enumerate(reasons)
+    ]
+    return [_scrubbed(outcome, job.target) for outcome in outcomes]
+
+
+def _scrubbed(outcome: Outcome, target: Target) -> Outcome:
+    result = outcome.result
+    if isinstance(result, Failed):
+        return Outcome(result=Failed(reason=target.scrub(result.reason)))
+    return outcome
 
 
 def _wait(process: subprocess.Popen[str], deadline_seconds: float) -> str | None:

@@ -198,6 +198,12 @@ class Target(BaseModel):
         options = self.options if self.direct_options is None else self.direct_options
         return self.model_copy(update={"root": root, "options": options})
 
+    def scrub(self, text: str) -> str:
+        """A text, e.g. of a peer's error, without the secrets of the user's URL and options."""
+        if self.root is None:
+            return text
+        return Location(self.root, dict(self.options)).scrub(text)
+
     def _location(self) -> Location:
         if self.root is None:
             raise ValueError(f"A target of the setting {self.setting.value} names no URL")

@@ -76,6 +76,17 @@ class Raises(TorchFsspec):
         raise RuntimeError("no such luck")
 
 
+class TellsItsOptions(TorchFsspec):
+    def save(self, state: State, target: Target) -> None:
+        raise RuntimeError(f"can't reach {target.root} with {target.storage_options()}")
+
+
+class DiesTellingItsOptions(TorchFsspec):
+    def save(self, state: State, target: Target) -> None:
+        print(f"can't reach {target.root} with {target.storage_options()}", flush=True)
+        os._exit(7)
+
+
 class Dies(TorchFsspec):
     def save(self, state: State, target: Target) -> None:
         os._exit(7)

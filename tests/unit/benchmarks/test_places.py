@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.contenders import contenders_for
-from benchmarks.figures import Figure, StepFigure
+from benchmarks.figures import Figure, Missing, StepFigure
 from benchmarks.place import open_place
+from benchmarks.runner import Isolation
 from benchmarks.settings import PLACE_PREFIX, Link, Setting, Target, client_environment
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
 from tests.unit.benchmarks.small_runs import measure
@@ -115,6 +116,20 @@ def test_secrets_are_told_to_client_processes_and_to_nobody_else() -> None:
     target = Target(setting=Setting.URL, path="x", root="s3://b", options={"key": "AKIDX", "secret": "hush-hush"})
     environment = client_environment(target)
     assert (environment["AWS_ACCESS_KEY_ID"], environment["AWS_SECRET_ACCESS_KEY"]) == ("AKIDX", "hush-hush")
+
+
+@pytest.mark.parametrize(
+    ("contender", "isolation"), [("TellsItsOptions", Isolation.INLINE), ("DiesTellingItsOptions", Isolation.PROCESS)]
+)
+def test_what_a_peer_says_of_its_options_is_told_without_secrets(contender: str, isolation: Isolation) -> None:
+    options: dict[str, object] = {"secret": "hush-hush", "client_kwargs": {"aws_secret_access_key": "hush-two"}}
+    target = Target(setting=Setting.URL, path="dcpfs-benchmark-x", root="memory://x?token=hush-three").model_copy(
+        update={"options": options}
+    )
+    (result,) = measure(target, "save", f"tests.unit.benchmarks.broken_contenders:{contender}", isolation=isolation)
+    assert isinstance(result, Missing)
+    assert "can't reach memory://x" in result.reason
+    assert "hush" not in result.model_dump_json()
 
 
 def test_the_caller_s_aws_setup_is_used_at_the_caller_s_url_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
