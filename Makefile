@@ -44,7 +44,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not nightly" $(PYTEST_ARGS)
 
 nightly: $(STAMP)
-	$(BIN)/python -m pytest -m nightly $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m nightly -rP $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

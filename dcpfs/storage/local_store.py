@@ -249,7 +249,10 @@ class LocalStore:
         except OSError as error:
             failure = self._tree.classify(error, verb=verb, path=path, reading=True)
             if failure.kind is FailureKind.PERMANENT or self._retry.attempts == 1:
-                raise failure.error from error
+                try:
+                    raise failure.error from error
+                finally:
+                    del failure  # which holds this call, by its traceback
 
         def again() -> _T:
             try:

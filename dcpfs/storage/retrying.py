@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
@@ -174,7 +175,24 @@ class RetryPolicy:
             before_sleep=announce,
             retry_error_callback=give_up,
         )
-        return retrying(attempt)
+        try:
+            return retrying(attempt)
+        except BaseException as error:
+            last = Classified(StorageError(f"Can't {verb} {target}"), FailureKind.TRANSIENT)
+            _let_go(error)
+            raise
+
+
+def _let_go(error: BaseException) -> None:
+    """Take the variables from the calls that an error has come through.
+
+    They hold the error, which holds them, and by them what whoever called has, a whole training state maybe: a circle
+    that stays until the collector comes to it. That a file is missing is an everyday answer.
+    """
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__
 
 
 class _RepeatableError(Exception):

@@ -84,6 +84,8 @@ class Relay:
         except BaseException:
             future.cancel()
             raise
+        finally:
+            del future  # which holds the error, which holds this call
 
     async def ask(self, request: _Request) -> _Answer:
         """On the loop: have the waiting thread send a request."""

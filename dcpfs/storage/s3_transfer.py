@@ -230,9 +230,12 @@ class S3Transfer:
                 yield response
                 return
             error = _response_error(response)
-        if error.code in _REGION_CODES or error.status_code in _REGION_STATUSES or _names_region(response):
-            self._learn_region(generation, error)
-        raise error
+        try:
+            if error.code in _REGION_CODES or error.status_code in _REGION_STATUSES or _names_region(response):
+                self._learn_region(generation, error)
+            raise error
+        finally:
+            del error  # which holds this call, by its traceback
 
     def _learn_region(self, generation: int, error: ResponseError) -> None:
         """Let botocore find the bucket's region, then have the request tried again.
