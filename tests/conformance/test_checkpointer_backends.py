@@ -27,10 +27,13 @@ from tests.conformance.paramiko_alone import paramiko_alone
 SERVERS = {backend.server.__name__: backend.server for backend in BACKENDS if backend.server and not backend.read_only}
 READERS: tuple[type[FileServer], ...] = (HttpServer, NginxServer)
 WRAPPED = ("GcsServer", "SeaweedServer", "WebdavServer", "memory")
+PLACES = ("file", "memory", *SERVERS)
 MODES = ("disabled", "async", "async_with_pinned_mem")
+FROM_A_PROCESS = ("file", "FtpServer", "GcsServer", "OpensshServer", "SambaServer", "SeaweedServer")
+"""Where a process of its own saves in every run of the tests; elsewhere in the nightly one."""
 
 
-@pytest.fixture(scope="module", params=["file", "memory", *SERVERS])
+@pytest.fixture(scope="module", params=PLACES)
 def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Location]:
     """A writable place on each kind of storage."""
     if request.param == "file":
@@ -93,21 +96,36 @@ def check_steps(save_dir: Location) -> None:
     assert kept == {"iter_000000002", "iter_000000003"}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_what_is_saved_is_resumed_and_old_steps_go(place: Location, mode: str) -> None:
-    if place.scheme == "memory" and mode == "async_with_pinned_mem":
-        # Another process would save where nobody finds it.
-        with pytest.raises(dcpfs.DcpfsError, match="memory"):
-            dcpfs.DistributedCheckpointer(config(place.join(mode), mode))
-        return
     save_steps(place.join(mode), mode)
     check_steps(place.join(mode))
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(name, marks=() if name in FROM_A_PROCESS else pytest.mark.nightly)
+        for name in PLACES
+        if name != "memory"
+    ],
+    indirect=True,
+)
+def test_what_a_process_of_its_own_saves_is_resumed_and_old_steps_go(place: Location) -> None:
+    save_steps(place.join("process"), "async_with_pinned_mem")
+    check_steps(place.join("process"))
+
+
+def test_a_process_of_its_own_does_not_save_to_its_own_memory() -> None:
+    for url in ("memory://run", "dir::memory://run", "simplecache::memory://run"):
+        # Nobody would find the checkpoint there.
+        with pytest.raises(dcpfs.ConfigError, match="is the memory of one process"):
+            dcpfs.DistributedCheckpointer(config(Location(url), "async_with_pinned_mem"))
+
+
+@pytest.mark.parametrize("place", WRAPPED, indirect=True)
 @pytest.mark.parametrize("wrapper", ["dir::", "simplecache::", "filecache::", "blockcache::"])
-def test_a_wrapper_in_front_changes_nothing(request: pytest.FixtureRequest, place: Location, wrapper: str) -> None:
-    if not any(f"[{name}-" in request.node.name for name in WRAPPED):
-        pytest.skip("of wrapped kinds, a few stand for all")
+def test_a_wrapper_in_front_changes_nothing(place: Location, wrapper: str) -> None:
     below = place.join(wrapper[:-2])
     save_dir = Location(f"{wrapper}{below.url}", {place.scheme: place.storage_options} if place.storage_options else {})
     save_steps(save_dir, "disabled")

@@ -83,6 +83,7 @@ class TestGcs(_OnServer):
     server_class = GcsServer
 
 
+@pytest.mark.nightly
 class TestGcsBehindCache(_OnServer):
     server_class = GcsServer
     wrapper = "blockcache::"
@@ -107,6 +108,7 @@ class TestSftpOpenssh(_OnServer):
     server_class = OpensshServer
 
 
+@pytest.mark.nightly
 class TestSftpOpensshInDirectory(_OnServer):
     server_class = OpensshServer
     wrapper = "dir::"
