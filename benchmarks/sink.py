@@ -19,6 +19,7 @@ parent.
 from __future__ import annotations
 
 import argparse
+import bisect
 import contextlib
 import json
 import socket
@@ -38,6 +39,8 @@ from .wire import ConnectionClosedError, Pacer, RequestHead, Wire
 __all__ = ["Sink", "main"]
 
 _FREE_PREFIX = "/__free/"
+_AFTER_ALL = "\U0010ffff"
+"""Sorts behind every character of a key."""
 _XML_HEAD = '<?xml version="1.0" encoding="UTF-8"?>\n'
 _NAMESPACE = 'xmlns="http://s3.amazonaws.com/doc/2006-03-01/"'
 _REASONS = {
@@ -93,6 +96,8 @@ class Sink:
         self._pool.reserve(reserve_bytes)
         self._lock = threading.Lock()
         self._buckets: dict[str, dict[str, StoredObject]] = {name: {} for name in buckets}
+        self._sorted: dict[str, list[str]] = {name: [] for name in buckets}
+        """Keys of each bucket in order, so that a listing costs what it lists, however many objects there are."""
         self._uploads: dict[str, _Upload] = {}
         self._numbers = count(1)
         self._verbs: dict[str, list[int]] = {}
@@ -218,7 +223,8 @@ class Sink:
             )
         if address.bucket not in self._buckets:
             if method == "PUT" and not address.key:
-                self._buckets[address.bucket] = {}
+                with self._lock:
+                    self._buckets[address.bucket], self._sorted[address.bucket] = {}, []
                 return _Reply("CreateBucket", 200)
             return _error("NoSuchBucket", 404, "NoSuchBucket")
         if not address.key:
@@ -269,12 +275,17 @@ class Sink:
             return urllib.parse.quote(name) if query.get("encoding-type") == "url" else _escape(name)
 
         with self._lock:
-            stored = sorted(self._buckets[address.bucket].items())
+            objects, names = self._buckets[address.bucket], self._sorted[address.bucket]
+            first = max(bisect.bisect_left(names, prefix), bisect.bisect_right(names, after))
+            last_of_all = bisect.bisect_left(names, prefix + _AFTER_ALL)
+            # Folded keys count once, so a page can be of any number of objects.
+            chosen = names[first:last_of_all] if delimiter else names[first : min(last_of_all, first + limit + 1)]
+            stored = [(name, objects[name]) for name in chosen]
         rows: list[str] = []
         folded = ""
         last, truncated = "", False
         for key, value in stored:
-            if not key.startswith(prefix) or key <= after or (folded and key.startswith(folded)):
+            if folded and key.startswith(folded):
                 continue
             if len(rows) == limit:
                 truncated = True
@@ -283,7 +294,7 @@ class Sink:
             if cut >= 0:
                 folded = key[: cut + len(delimiter)]
                 # Every key below the folded prefix sorts before this, so a page can go on right behind them.
-                last = folded + "\U0010ffff"
+                last = folded + _AFTER_ALL
                 rows.append(f"<CommonPrefixes><Prefix>{shown(folded)}</Prefix></CommonPrefixes>")
                 continue
             last = key
@@ -409,6 +420,8 @@ class Sink:
         with self._lock:
             old = self._buckets[address.bucket].get(address.key)
             self._buckets[address.bucket][address.key] = stored
+            if old is None:
+                bisect.insort(self._sorted[address.bucket], address.key)
         if old is not None:
             old.release()
         return stored
@@ -421,6 +434,8 @@ class Sink:
     def _drop(self, bucket: str, key: str) -> None:
         with self._lock:
             stored = self._buckets[bucket].pop(key, None)
+            if stored is not None:
+                del self._sorted[bucket][bisect.bisect_left(self._sorted[bucket], key)]
         if stored is not None:
             stored.release()
 
