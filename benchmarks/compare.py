@@ -6,7 +6,7 @@ a regression on one day and hides one on the next.
 Way taken: the repetitions of both sides are put to an exact rank test (Mann-Whitney, both sides), which asks nothing of
 how they are distributed: could these two sets come from one? A cost counts as worse only when the test says no and the
 medians differ by more than a threshold. With so few runs that the test could never say no, that is the verdict. Counts
-that are the same in every run of a side (requests, bytes) need no test. A contender that failed where it had figures is
+that hardly vary within a side (requests, bytes) need no test. A contender that failed where it had figures is
 worse whatever it cost.
 
 On different machines seconds mean nothing; there each run is divided by that of a reference contender with the same
@@ -192,8 +192,7 @@ def judge(old: Sequence[float], new: Sequence[float], *, metric: Metric, limits:
     old, new = [max(floor, value) for value in old], [max(floor, value) for value in new]
     before, after = statistics.median(old), statistics.median(new)
     ratio = after / before if before else (math.inf if after else 1.0)
-    fixed = metric in _COUNTS and min(len(old), len(new)) > 1 and len(set(old)) == 1 and len(set(new)) == 1
-    if fixed:
+    if metric in _COUNTS and all(len(side) > 1 and _steady(side, limits.count_threshold) for side in (old, new)):
         return Judgement(ratio, None, _direction(ratio, limits.of(metric)))
     if least_probability(len(old), len(new)) > limits.alpha:
         return Judgement(ratio, None, Verdict.TOO_FEW_RUNS)
@@ -238,6 +237,11 @@ def markdown(comparison: Comparison) -> str:
     if comparison.notes:
         lines += ["", *(f"- {note}" for note in comparison.notes)]
     return "\n".join([*lines, ""])
+
+
+def _steady(counts: Sequence[float], threshold: float) -> bool:
+    """A name's digit more or less changes no verdict."""
+    return max(counts) <= min(counts) * (1 + threshold / 4)
 
 
 def _direction(ratio: float, threshold: float) -> Verdict:

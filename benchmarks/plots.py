@@ -15,6 +15,7 @@ Flow: `draw(recording, directory)` → panels → files: ``throughput-*``, ``cpu
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,7 @@ _FLOOR = "#808890"
 _MARKERS = "osD^vPX"
 _DOTS_PER_INCH = 150
 _NAME_CHARACTERS = 30
+_MOST_TICKS = 7
 
 
 class NothingToPlotError(ValueError):
@@ -176,10 +178,15 @@ def draw(recording: Recording, directory: Path) -> list[Path]:
 
 
 def bars_of(results: Sequence[Figure | Missing], of: Callable[[Figure], float]) -> list[Bars]:
-    """A panel for each case that anybody has a figure in, of the last round of each process."""
+    """A panel for each case and size that anybody has a figure in, of the last round of each process."""
     panels: list[Bars] = []
-    for case in dict.fromkeys(result.entry.case for result in results):
-        own = [result for result in results if result.entry.case == case]
+    sized = dict.fromkeys((each.entry.case, each.needed_bytes) for each in results if isinstance(each, Figure))
+    for case, needed_bytes in sized:
+        own = [
+            result
+            for result in results
+            if result.entry.case == case and (isinstance(result, Missing) or result.needed_bytes == needed_bytes)
+        ]
         figures = warm(own)
         bars: list[Bar] = []
         for contender in dict.fromkeys(result.entry.contender for result in own):
@@ -191,9 +198,9 @@ def bars_of(results: Sequence[Figure | Missing], of: Callable[[Figure], float]) 
                 result for result in own if isinstance(result, Missing) and result.entry.contender == contender
             )
             bars.append(Bar(contender, None, reason=missing.kind))
+        bars.sort(key=lambda bar: bar.median is None)
         if figures:
-            size = statistics.median(figure.needed_bytes for figure in figures)
-            panels.append(Bars(f"{case}, {_bytes(size)}", tuple(bars)))
+            panels.append(Bars(f"{case}, {_bytes(needed_bytes)}", tuple(bars)))
     return panels
 
 
@@ -388,7 +395,7 @@ def draw_curves(panels: Sequence[Curves]) -> Canvas:
 
 
 def _draw_panel_of_curves(axes: Axes, panel: Curves, labels: Sequence[str]) -> None:
-    from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter
+    from matplotlib.ticker import FixedLocator, NullFormatter
 
     for curve in panel.curves:
         colour, marker = line_style(curve.label, labels)
@@ -411,11 +418,29 @@ def _draw_panel_of_curves(axes: Axes, panel: Curves, labels: Sequence[str]) -> N
     axes.set_xticks(shown, [f"{place:,.0f}" for place in shown])
     axes.xaxis.set_minor_locator(FixedLocator([place for place in places if place not in shown]))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_locator(LogLocator(numticks=6))
+    least = min(point.least for curve in panel.curves for point in curve.points)
+    most = max(point.most for curve in panel.curves for point in curve.points)
+    ticks = _round_numbers(least, most)
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_ylim(min(ticks[0], least) / 1.1, max(ticks[-1], most) * 1.1)
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(panel.across)
     axes.set_ylabel(panel.up)
     axes.set_title(panel.title, loc="left", fontweight="bold")
+
+
+def _round_numbers(least: float, most: float) -> list[float]:
+    """1, 2 or 5 times powers of ten from below ``least`` to above ``most``; of many the powers, or some of them."""
+    least = max(least, most / 1e9, 1e-9)
+    first, last = math.floor(math.log10(least)), math.ceil(math.log10(max(most, least))) + 1
+    numbers = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
+    below = max(number for number in numbers if number <= least * (1 + 1e-9))
+    above = min(number for number in numbers if number >= most * (1 - 1e-9) and number > below)
+    numbers = [number for number in numbers if below <= number <= above]
+    if len(numbers) > _MOST_TICKS:
+        powers = [10.0**power for power in range(first, last + 1) if 10.0**power <= above]
+        numbers = powers[:: -(-len(powers) // _MOST_TICKS)]
+    return numbers
 
 
 def line_style(label: str, labels: Sequence[str]) -> tuple[str, str]:

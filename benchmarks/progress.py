@@ -87,7 +87,8 @@ class RunProgress:
                 self._advance_to(self._done + 1)
 
     def reach(self, units: int) -> None:
-        """So many units are behind, whether they gave results or not."""
+        """So many units are behind, whether they gave results or not. The same ones may come again, in another size."""
+        self._seen.clear()
         self._advance_to(max(self._done, units))
 
     def _advance_to(self, units: int) -> None:

@@ -55,6 +55,7 @@ def test_counts_that_never_vary_need_no_test() -> None:
     limits = Limits()
     assert judge([97, 97], [98, 98], metric=Metric.REQUESTS, limits=limits).verdict is Verdict.WORSE
     assert judge([970, 970], [975, 975], metric=Metric.REQUESTS, limits=limits).verdict is Verdict.WITHIN_NOISE
+    assert judge([97_000, 97_010], [99_000, 99_010], metric=Metric.MOVED, limits=limits).verdict is Verdict.WORSE
     assert judge([97, 97], [97, 130], metric=Metric.REQUESTS, limits=limits).verdict is Verdict.TOO_FEW_RUNS
     assert judge([97], [130], metric=Metric.REQUESTS, limits=limits).verdict is Verdict.TOO_FEW_RUNS
 

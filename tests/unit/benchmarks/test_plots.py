@@ -23,8 +23,11 @@ from benchmarks.plots import (
     INK,
     LIGHT_PAGE,
     PALETTE,
+    Curve,
+    Curves,
     Grid,
     NothingToPlotError,
+    Point,
     bars_of,
     curves_of,
     draw,
@@ -203,6 +206,11 @@ def test_who_failed_once_has_no_bar() -> None:
     assert [(bar.label, bar.median is None) for bar in panel.bars] == [("dcpfs", False), ("torch-4", True)]
 
 
+def test_sizes_are_not_mixed() -> None:
+    panels = bars_of([figure(1.0, size_bytes=10**8), figure(9.0, size_bytes=10**9)], lambda each: each.wall_seconds)
+    assert [(panel.title, panel.bars[0].median) for panel in panels] == [("save, 0.1 GB", 1.0), ("save, 1 GB", 9.0)]
+
+
 def test_a_case_that_all_failed_in_has_no_panel() -> None:
     assert not bars_of([missing("no", contender="dcpfs")], lambda each: each.wall_seconds)
 
@@ -266,6 +274,19 @@ def test_the_command_plots_a_file(tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.jsonl", [])
     result = CliRunner().invoke(app, ["plot", str(empty), "--directory", str(tmp_path / "none")])
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("span", [1.0, 1.01, 3.0, 40.0, 1e4, 1e12])
+@pytest.mark.parametrize("least", [0.013, 0.1, 7.7])
+def test_an_axis_has_a_few_numbers_however_wide_it_is(least: float, span: float) -> None:
+    canvas = draw_curves([Curves("x", "steps", "s", (Curve("dcpfs", points(least, least * span)),))])
+    labels = [text.get_text() for text in canvas.axes[0].get_yticklabels()]
+    assert 2 <= len(labels) <= 7
+    assert len(set(labels)) == len(labels)
+
+
+def points(*values: float) -> tuple[Point, ...]:
+    return tuple(Point(10.0**number, value, value, value) for number, value in enumerate(values))
 
 
 def test_dcpfs_has_a_colour_of_its_own() -> None:

@@ -60,6 +60,8 @@ def test_rounds_count_once_and_the_missing_take_their_repetitions_along() -> Non
         assert progress.done == 7
         progress.reach(5)
         assert progress.done == 7, "it never goes back"
+        progress.count(figure(1.0), 3)
+        assert progress.done == 8, "the same again is another plan's"
         progress.reach(99)
         assert progress.done == 10
 
