@@ -166,12 +166,13 @@ def places(requests: list[S3Request], concerns: Callable[[S3Request], bool], *, 
     """Numbers of the requests at which something is to happen."""
     seen = set()
     for number, request in enumerate(requests):
-        if concerns(request) and (everywhere or request.operation not in seen):
+        is_question = request.status == 412  # whose failure is an answer as well
+        if concerns(request) and not is_question and (everywhere or request.operation not in seen):
             seen.add(request.operation)
             yield number
 
 
-def repeats(request: S3Request, fault: Passing) -> Sent:
+def repeats(request: S3Request, fault: Passing, usual: Sent) -> Sent:
     """What a fault at this request costs, and not one request more."""
     line = line_of(request)
     looks = "HEAD", "HeadObject", line[2], None
@@ -183,11 +184,15 @@ def repeats(request: S3Request, fault: Passing) -> Sent:
     cost = Sent({line: fault.times})
     if fault.takes_effect and request.header("if-none-match"):
         cost["GET", "GetObject", line[2], None] += 1  # whether it is ours that refuses ours
+        # The first of a store is put a second time, to see that it keeps to the condition: here it has just shown it.
+        cost[line] -= usual[line] - 1
     return cost
 
 
-@pytest.mark.parametrize("name", PASSING)
-@pytest.mark.parametrize("kind", WORKS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind in WORKS for name in PASSING if kind != "overwrite" or PASSING[name].everywhere],
+)
 def test_cases_31_82_83_what_passes_costs_its_repeats_and_nothing_else(
     server: ScriptedS3Server, kind: str, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,7 +208,7 @@ def test_cases_31_82_83_what_passes_costs_its_repeats_and_nothing_else(
             work.run(server, server.storage_options)
             assert picks.picked is not None
             assert scripted.hits == fault.times
-            assert sent(server) == usual + repeats(picks.picked, fault), picks.picked
+            assert sent(server) == usual + repeats(picks.picked, fault, usual), picks.picked
             check_waits(clock, waits, fault)
             uploads = server.open_uploads()
             assert not any(upload.parts for upload in uploads)
