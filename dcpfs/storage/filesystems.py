@@ -205,8 +205,13 @@ def traits_of(location: Location) -> Traits:
     for link, kind in zip(links, classes, strict=True):
         if _protocol(link) != "dir":
             traits = _TRAITS.get(_protocol(link)) or _guess(kind)
-            # paramiko's client loses answers when several threads ask; asyncssh's does not.
-            return replace(traits, serial=True) if _protocol(link) in _SHELLS and not kind.async_impl else traits
+            if _protocol(link) in _SHELLS and not kind.async_impl:
+                # paramiko's client loses answers when several threads ask; asyncssh's does not.
+                traits = replace(traits, serial=True)
+            if kind.__module__.partition(".")[0] == "obstore":
+                # It takes a backslash for a slash.
+                traits = replace(traits, refused="\\")
+            return traits
     return _guess(classes[-1])
 
 

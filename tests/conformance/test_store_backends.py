@@ -185,9 +185,6 @@ class TestObstore(_OnServer):
     def reopen(self, store: Store) -> Store:
         return FsspecStore(store.location, transfer=SMALL_PARTS, retry=QUICK)
 
-    # obstore takes a backslash for a slash.
-    odd_names = tuple(name for name in ODD_NAMES if "\\" not in name)
-
     @pytest.mark.skip(reason="obstore's own threads do not survive a fork: a child hangs in its first call")
     def test_case_80_a_forked_process_uses_an_open_store(self, store: Store) -> None: ...
 
