@@ -20,6 +20,7 @@ import pytest
 import torch
 
 import dcpfs
+from dcpfs.checkpointer.choices import RngPolicy
 from dcpfs.config import RetryConfig, TransferConfig
 from dcpfs.errors import CheckpointNotFoundError, DcpfsError, IncompleteCheckpointError
 from dcpfs.storage import s3_store
@@ -136,7 +137,7 @@ def config(server: ScriptedS3Server, options: Mapping[str, object] | None = None
     return dcpfs.CheckpointConfig(
         save_dir=server.url(STEPS),
         storage_options=server.storage_options if options is None else options,
-        rng="none",
+        rng=RngPolicy.NONE,
         keep_last=1,
         transfer=TRANSFER,
         retry=RETRY,
