@@ -162,16 +162,19 @@ class CheckpointerMachine(RuleBasedStateMachine):
 
     @initialize(
         policy=st.builds(
-            Policy,
-            st.sampled_from((None, None, 1, 2)),
-            st.sampled_from((None, None, 3)),
-            st.sampled_from((None, None, 1)),
-        )
+            Policy, st.sampled_from((None, 1, 1, 2)), st.sampled_from((None, None, 3)), st.sampled_from((None, None, 1))
+        ),
+        protects=st.sampled_from((None, 2, 4)),
+        annotated=st.sampled_from((None, 2, 4)),
     )
-    def begin(self, policy: Policy) -> None:
+    def begin(self, policy: Policy, protects: int | None, annotated: int | None) -> None:
+        for iteration in (2, 4):  # before there is a policy
+            self.save(iteration, "overwrite", float(iteration), "disabled")
         self.policy = policy
-        self.save(3, "overwrite", None, "disabled")
-        self.save(5, "overwrite", 1.0, "disabled")
+        if protects is not None:
+            self.set_protection(protects, protects=True)
+        if annotated is not None:
+            self.put_foreign(f"{step_name(annotated)}/model/notes.txt")
 
     def config(self, **settings_: object) -> dcpfs.CheckpointConfig:
         return dcpfs.CheckpointConfig.model_validate(
@@ -243,6 +246,11 @@ class CheckpointerMachine(RuleBasedStateMachine):
             assert not errors, errors
         if not errors:
             self.committed(iteration, metric)
+
+    @rule(metric=st.sampled_from((None, 0.0, 1.0, 2.0)), mode=st.sampled_from(("disabled", "async")))
+    def save_next(self, metric: float | None, mode: str) -> None:
+        """As training does."""
+        self.save(max(self.model.steps, default=0) + 1, "overwrite", metric, mode)
 
     def committed(self, iteration: int, metric: float | None, *, crashed: bool = False) -> None:
         """A new step stands; what retention may have removed is looked up."""
@@ -393,6 +401,9 @@ class CheckpointerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), protects=st.booleans())
     def protect(self, data: st.DataObject, protects: bool) -> None:
         iteration = data.draw(st.sampled_from(sorted(self.model.steps)))
+        self.set_protection(iteration, protects=protects)
+
+    def set_protection(self, iteration: int, *, protects: bool) -> None:
         with dcpfs.DistributedCheckpointer(self.config(), access="read_only") as checkpointer:
             (checkpointer.protect if protects else checkpointer.unprotect)(iteration)
         self.model.steps[iteration].protected = protects
@@ -468,7 +479,16 @@ class CheckpointerMachine(RuleBasedStateMachine):
 
     @rule(
         text=st.sampled_from(
-            (None, "", "iter_000000003\n", "iter_000000005", "iter_000000004\r\n", "junk", "iter_9/x\n")
+            (
+                None,
+                "",
+                "iter_000000002\n",
+                "iter_000000003",
+                "iter_000000004\r\n",
+                "a/iter_000000002/",
+                "junk",
+                "iter_9/x\n",
+            )
         )
     )
     def edit_pointer(self, text: str | None) -> None:
@@ -508,4 +528,12 @@ class CheckpointerMachine(RuleBasedStateMachine):
 
 
 TestCheckpointerMachine: Any = CheckpointerMachine.TestCase
-TestCheckpointerMachine.settings = settings(examples(12), stateful_step_count=14)
+TestCheckpointerMachine.settings = settings(examples(15), stateful_step_count=14)
+
+
+class _LongMachine(CheckpointerMachine):
+    """The same, for longer."""
+
+
+TestCheckpointerMachineForLong: Any = pytest.mark.timeout(7200)(pytest.mark.nightly(_LongMachine.TestCase))
+TestCheckpointerMachineForLong.settings = settings(examples(200), stateful_step_count=30, derandomize=False)
