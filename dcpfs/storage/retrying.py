@@ -5,7 +5,8 @@ after two seconds, each with a policy of its own; several of them on top of each
 equal waits make all ranks come back at the same moment. Retrying everything, on the other hand, turns a wrong key
 into a wait of minutes.
 
-Way taken: one policy for all stores, on tenacity: so many attempts, within so many seconds, with full jitter
+Way taken: one policy for all stores, on tenacity: so many attempts (fewer while the store has never answered, since
+then host or port are wrong, most likely), within so many seconds, with full jitter
 (a random wait between nothing and a bound that doubles), never less than the store asked for. Whether to try
 again is what `dcpfs.storage.translate` makes of the exception, by code or type. A credential that expired is
 renewed once, and the request sent again at once. What is run must be safe to run twice.
@@ -61,6 +62,7 @@ class RetryPolicy:
         self._config = config or RetryConfig()
         self._cancelled = cancelled or threading.Event()
         self._sleep = sleep or self._cancelled.wait
+        self._answered = False
         self._clock = clock
         self._backoff = tenacity.wait_random_exponential(
             multiplier=self._config.initial_backoff_seconds, max=self._config.max_backoff_seconds
@@ -97,11 +99,14 @@ class RetryPolicy:
         failed: list[Exception] = []
         try:
             # Nearly always the only attempt: what more of them need is not made before.
-            return operation()
+            result = operation()
         except MemoryError:
             raise
         except Exception as exception:  # noqa: BLE001 - handed over as what it means
             failed.append(exception)
+        else:
+            self._answered = True
+            return result
         attempts = 0
         renewals = 0
 
@@ -114,11 +119,16 @@ class RetryPolicy:
                 try:
                     if failed:
                         raise failed.pop()
-                    return operation()
+                    result = operation()
                 except MemoryError:
                     raise
                 except Exception as exception:  # noqa: BLE001 - handed over as what it means
                     failure = classify(exception, verb=verb, target=target, scrub=scrub)
+                else:
+                    self._answered = True
+                    return result
+                # Of repeated failures, only a wish to slow down comes from the store for certain.
+                self._answered |= failure.kind is not FailureKind.TRANSIENT
                 if failure.kind is FailureKind.EXPIRED_CREDENTIALS and refresh is not None and not renewals:
                     renewals += 1
                     logger.warning("Credentials expired; renewing them to %s %s", verb, target)
@@ -142,11 +152,15 @@ class RetryPolicy:
             elapsed_seconds = self._clock() - started_seconds
             return elapsed_seconds + state.upcoming_sleep >= self._config.deadline_seconds
 
+        def most_attempts() -> int:
+            config = self._config
+            return config.attempts if self._answered else min(config.attempts, config.first_contact_attempts)
+
         def stop(state: tenacity.RetryCallState) -> bool:
-            return state.attempt_number >= self._config.attempts or self._cancelled.is_set() or out_of_time(state)
+            return state.attempt_number >= most_attempts() or self._cancelled.is_set() or out_of_time(state)
 
         def give_up(state: tenacity.RetryCallState) -> NoReturn:
-            spent = state.attempt_number < self._config.attempts and not self._cancelled.is_set()
+            spent = state.attempt_number < most_attempts() and not self._cancelled.is_set()
             fail(_failure(state), out_of_time=spent)
 
         last = Classified(StorageError(f"Can't {verb} {target}"), FailureKind.TRANSIENT)
@@ -160,7 +174,7 @@ class RetryPolicy:
                 "%s; attempt %d of %d failed, the next follows in %.1f s",
                 last.error,
                 state.attempt_number,
-                self._config.attempts,
+                most_attempts(),
                 state.upcoming_sleep,
             )
 

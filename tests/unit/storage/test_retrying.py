@@ -192,3 +192,24 @@ def test_memory_errors_and_interrupts_pass_untouched() -> None:
     for error in (MemoryError, KeyboardInterrupt):
         with pytest.raises(error):
             policy(Clock()).run(failing(1, error), verb="read", target="t")  # type: ignore[arg-type] # an interrupt is no Exception
+
+
+def refused() -> Exception:
+    return ConnectionRefusedError(111, "Connection refused")
+
+
+def test_a_store_that_never_answered_is_given_up_sooner() -> None:
+    clock = Clock()
+    retries = policy(clock, attempts=30)
+    with pytest.raises(StorageError, match=r"\(10 attempts in "):
+        retries.run(failing(99, refused), verb="read", target="s3://b/x")
+    assert clock.now < 120
+    # One that has answered, be it with a wish to slow down, is there and may come back.
+    assert retries.run(failing(1, slow_down), verb="read", target="s3://b/x") == 2
+    assert retries.run(failing(20, refused), verb="read", target="s3://b/x") == 21
+
+
+@pytest.mark.parametrize("limits", [{"attempts": 4}, {"attempts": 30, "first_contact_attempts": 4}])
+def test_first_contact_takes_the_smaller_of_both_limits(limits: dict[str, float]) -> None:
+    with pytest.raises(StorageError, match=r"\(4 attempts in "):
+        policy(Clock(), **limits).run(failing(99, refused), verb="read", target="s3://b/x")
