@@ -29,7 +29,7 @@ import tenacity
 from dcpfs.config import RetryConfig
 from dcpfs.errors import DcpfsError, StorageError, StorageTimeoutError
 from dcpfs.storage.location import redact_text
-from dcpfs.storage.translate import Classified, FailureKind, classify
+from dcpfs.storage.translate import Classified, FailureKind, classify, has_answered
 
 __all__ = ["RetryPolicy"]
 
@@ -123,12 +123,11 @@ class RetryPolicy:
                 except MemoryError:
                     raise
                 except Exception as exception:  # noqa: BLE001 - handed over as what it means
+                    self._answered = self._answered or has_answered(exception)
                     failure = classify(exception, verb=verb, target=target, scrub=scrub)
                 else:
                     self._answered = True
                     return result
-                # Of repeated failures, only a wish to slow down comes from the store for certain.
-                self._answered |= failure.kind is not FailureKind.TRANSIENT
                 if failure.kind is FailureKind.EXPIRED_CREDENTIALS and refresh is not None and not renewals:
                     renewals += 1
                     logger.warning("Credentials expired; renewing them to %s %s", verb, target)

@@ -50,6 +50,7 @@ __all__ = [
     "classify",
     "classify_fault",
     "fault_of",
+    "has_answered",
 ]
 
 _TEXT_LIMIT = 300
@@ -315,6 +316,13 @@ def classify_fault(
     error = meaning.error(f"Can't {verb} {target}: {reason}{remedy}")
     error.__cause__ = cause
     return Classified(error, meaning.kind, retry_after_seconds)
+
+
+def has_answered(exception: Exception) -> bool:
+    """Whether the store, or what stands before it, said something: there is one at that address."""
+    if isinstance(exception, FailedAttempt | DcpfsError):
+        return True
+    return any(_status(link) or _code(link) for link in _causes(exception))
 
 
 def fault_of(exception: Exception) -> Fault:
