@@ -422,9 +422,11 @@ class FsspecStore:
         generation = 0
 
         def attempt() -> _T:
-            nonlocal generation
+            nonlocal deadline, generation
+            asked_seconds = time.monotonic()
             # Not before it is this call's turn: the one before may have lost the connection.
             with self._turn():
+                deadline += time.monotonic() - asked_seconds  # others' time, which their own limits bound
                 opened, generation = self._filesystem()
                 name = self._name(opened, path)
                 try:
@@ -470,6 +472,8 @@ class FsspecStore:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """One call at a time where it has to be."""
+        if self._pid != os.getpid():
+            self._start_in_this_process()
         if not self._traits.serial or in_bounded_call():
             yield
             return

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from dcpfs.config import RetryConfig, TransferConfig
 from dcpfs.errors import MissingBackendError, StorageError
+from dcpfs.storage import fsspec_store
 from dcpfs.storage.fsspec_store import FsspecStore
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
@@ -219,3 +225,73 @@ def test_what_comes_too_late_does_not_reach_the_callers_memory(monkeypatch: pyte
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
         assert target == bytes(1000)
+
+
+def _one_at_a_time(retry: RetryConfig) -> FsspecStore:
+    store = FsspecStore(Location("dummytree:///run"), retry=retry)
+    store._traits = replace(store._traits, serial=True)
+    return store
+
+
+def test_a_wait_for_the_turn_is_not_taken_from_a_calls_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    limits: list[float] = []
+
+    class LongQueue:
+        def __enter__(self) -> None:
+            now[0] += 10 * PATIENT.deadline_seconds
+
+        def __exit__(self, *_: object) -> None:
+            return
+
+    with registered_dummies():
+        store = _one_at_a_time(PATIENT)
+        store.put("object", [b"x"])
+        run = store._threads.run
+
+        def noted(call: Callable[[], object], *, limit_seconds: float, what: str) -> object:
+            limits.append(limit_seconds)
+            return run(call, limit_seconds=limit_seconds, what=what)
+
+        monkeypatch.setattr(store, "_serial", LongQueue())
+        monkeypatch.setattr(store._threads, "run", noted)
+        monkeypatch.setattr(fsspec_store, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        assert store.get("object") == b"x"
+    assert limits
+    assert min(limits) >= PATIENT.deadline_seconds / 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_case_80_a_process_forked_in_the_middle_of_anothers_turn_has_turns_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    described = DummyTree.info
+
+    def waits(self: DummyTree, path: str, **_: object) -> dict[str, object]:
+        if path.endswith("slow"):
+            entered.set()
+            leave.wait()
+        return described(self, path)
+
+    with registered_dummies(), ThreadPoolExecutor(1) as pool:
+        store = _one_at_a_time(PATIENT)
+        for name in ("slow", "object"):
+            store.put(name, [b"x"])
+        monkeypatch.setattr(DummyTree, "info", waits)
+        turn = pool.submit(store.head, "slow")
+        assert entered.wait(BOUND_SECONDS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads is what is tested
+            child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(BOUND_SECONDS))
+            try:
+                os._exit(0 if store.head("object").size_bytes == 1 else 1)
+            finally:
+                os._exit(2)
+        _, status = os.waitpid(child, 0)
+        leave.set()
+        assert turn.result(BOUND_SECONDS).size_bytes == 1
+    assert status == 0
