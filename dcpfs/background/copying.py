@@ -122,7 +122,8 @@ def pin_block(block: torch.Tensor) -> bool:
     """
     if block.numel() == 0 or not torch.cuda.is_available():
         return False
-    result = torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.numel(), 0)  # type: ignore[no-untyped-call]
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no annotation there
+    result = runtime.cudaHostRegister(block.data_ptr(), block.numel(), 0)
     return int(result) == 0
 
 

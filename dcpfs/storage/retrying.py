@@ -155,12 +155,17 @@ class RetryPolicy:
             config = self._config
             return config.attempts if self._answered else min(config.attempts, config.first_contact_attempts)
 
+        timed_out = False
+
         def stop(state: tenacity.RetryCallState) -> bool:
-            return state.attempt_number >= most_attempts() or self._cancelled.is_set() or out_of_time(state)
+            nonlocal timed_out
+            if state.attempt_number >= most_attempts() or self._cancelled.is_set():
+                return True
+            timed_out = out_of_time(state)
+            return timed_out
 
         def give_up(state: tenacity.RetryCallState) -> NoReturn:
-            spent = state.attempt_number < most_attempts() and not self._cancelled.is_set()
-            fail(_failure(state), out_of_time=spent)
+            fail(_failure(state), out_of_time=timed_out)  # asked again, another call may have changed the answer
 
         last = Classified(StorageError(f"Can't {verb} {target}"), FailureKind.TRANSIENT)
 
