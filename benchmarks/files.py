@@ -10,8 +10,9 @@ seldom.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import IO, Literal, Protocol
 
 import fsspec
@@ -22,7 +23,7 @@ from dcpfs.storage.location import Location
 from .settings import BUCKET, PLACE_PREFIX, Setting, Target
 from .sink_client import SinkConnection
 
-__all__ = ["Files", "filesystem_of", "open_files", "open_for", "remove", "writable_filesystem_of"]
+__all__ = ["Files", "filesystem_of", "open_files", "open_for", "remove", "sync_file", "writable_filesystem_of"]
 
 _BLOCK_BYTES = 16 << 20
 _WRITERS = 16
@@ -76,6 +77,15 @@ def remove(target: Target) -> None:
     filesystem, path, _ = _open(target.direct())
     if filesystem.exists(path):
         filesystem.rm(path, recursive=True)
+
+
+def sync_file(path: str | Path) -> None:
+    """Bring a local file to the device, for a contender that does not."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class _SinkFiles:

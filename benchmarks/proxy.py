@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 
+from .traffic import Traffic
 from .wire import ConnectionClosedError, Pacer
 
 __all__ = ["Proxy", "main"]
@@ -47,10 +48,7 @@ class Proxy:
         self._server = (host, port)
         self._latency_seconds = latency_seconds
         self._bytes_per_second = bytes_per_second
-        self._lock = threading.Lock()
-        self._verbs: dict[str, list[int]] = {}
-        self._connections = 0
-        self._cpu_at_reset_seconds = time.process_time()
+        self._traffic = Traffic()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port: int = self._listener.getsockname()[1]
 
@@ -59,37 +57,16 @@ class Proxy:
         while True:
             client, _ = self._listener.accept()
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                self._connections += 1
+            self._traffic.connect()
             threading.Thread(target=self._pass, args=(client,), daemon=True).start()
 
     def stats(self) -> dict[str, object]:
         """As the sink tells them. The CPU seconds are the proxy's."""
-        with self._lock:
-            verbs = {
-                verb: {"requests": n, "bytes_in": received, "bytes_out": sent}
-                for verb, (n, received, sent) in sorted(self._verbs.items())
-            }
-            return {
-                "verbs": verbs,
-                "connections": self._connections,
-                "cpu_seconds": time.process_time() - self._cpu_at_reset_seconds,
-                "allocated_bytes": 0,
-            }
+        return {**self._traffic.figures(), "allocated_bytes": 0}
 
     def reset(self) -> None:
         """Set the counters to zero."""
-        with self._lock:
-            self._verbs.clear()
-            self._connections = 0
-            self._cpu_at_reset_seconds = time.process_time()
-
-    def _count(self, verb: str, *, requests: int = 0, received_bytes: int = 0, sent_bytes: int = 0) -> None:
-        with self._lock:
-            counters = self._verbs.setdefault(verb, [0, 0, 0])
-            counters[0] += requests
-            counters[1] += received_bytes
-            counters[2] += sent_bytes
+        self._traffic.reset()
 
     def _pass(self, client: socket.socket) -> None:
         # Whoever resets a connection, it is over for both ends; the next one is served all the same.
@@ -127,7 +104,7 @@ class _Connection:
                     continue
                 server = self._connect()
                 self._verb = verb
-                self._proxy._count(verb, requests=1)
+                self._proxy._traffic.count(verb, requests=1)
                 self._asked += 1
                 self._pacer.begin()
                 server.sendall(head)
@@ -155,7 +132,7 @@ class _Connection:
                     answered = self._asked
                     time.sleep(self._proxy._latency_seconds)
                     pacer.begin()
-                self._proxy._count(self._verb, sent_bytes=received)
+                self._proxy._traffic.count(self._verb, sent_bytes=received)
                 self._client.sendall(buffer[:received])
                 pacer.pass_bytes(received)
         with contextlib.suppress(OSError):
@@ -207,7 +184,7 @@ class _Connection:
 
     def _send(self, server: socket.socket, data: bytes | memoryview) -> None:
         server.sendall(data)
-        self._proxy._count(self._verb, received_bytes=len(data))
+        self._proxy._traffic.count(self._verb, received_bytes=len(data))
         self._pacer.pass_bytes(len(data))
 
     def _read_line(self) -> bytes:

@@ -34,6 +34,7 @@ from email.utils import formatdate
 from itertools import count
 
 from .object_memory import BlockPool, StoredObject, UploadBuffer
+from .traffic import Traffic
 from .wire import ConnectionClosedError, Pacer, RequestHead, Wire
 
 __all__ = ["Sink", "main"]
@@ -100,9 +101,7 @@ class Sink:
         """Keys of each bucket in order, so that a listing costs what it lists, however many objects there are."""
         self._uploads: dict[str, _Upload] = {}
         self._numbers = count(1)
-        self._verbs: dict[str, list[int]] = {}
-        self._connections = 0
-        self._cpu_at_reset_seconds = time.process_time()
+        self._traffic = Traffic()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
         self.port: int = self._listener.getsockname()[1]
 
@@ -111,31 +110,21 @@ class Sink:
         while True:
             connection, _ = self._listener.accept()
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                self._connections += 1
+            self._traffic.connect()
             threading.Thread(target=self._serve_connection, args=(connection,), daemon=True).start()
 
     def stats(self) -> dict[str, object]:
         """Requests and bytes by verb, connections opened and server CPU seconds since the last reset."""
         with self._lock:
-            verbs = {
-                verb: {"requests": n, "bytes_in": received, "bytes_out": sent}
-                for verb, (n, received, sent) in sorted(self._verbs.items())
-            }
             return {
-                "verbs": verbs,
-                "connections": self._connections,
-                "cpu_seconds": time.process_time() - self._cpu_at_reset_seconds,
+                **self._traffic.figures(),
                 "uploads_open": len(self._uploads),
                 "allocated_bytes": self._pool.allocated_bytes,
             }
 
     def reset(self) -> None:
         """Set the counters to zero. Objects stay."""
-        with self._lock:
-            self._verbs.clear()
-            self._connections = 0
-            self._cpu_at_reset_seconds = time.process_time()
+        self._traffic.reset()
 
     def _serve_connection(self, connection: socket.socket) -> None:
         pacer = Pacer(self._bytes_per_second)
@@ -189,11 +178,7 @@ class Sink:
 
     def _count(self, head: RequestHead, reply: _Reply) -> None:
         sent_bytes = 0 if head.method == "HEAD" else len(reply.body) + reply.stop - reply.start
-        with self._lock:
-            counters = self._verbs.setdefault(reply.verb, [0, 0, 0])
-            counters[0] += 1
-            counters[1] += reply.bytes_in
-            counters[2] += sent_bytes
+        self._traffic.count(reply.verb, requests=1, received_bytes=reply.bytes_in, sent_bytes=sent_bytes)
 
     def _handle(self, wire: Wire, head: RequestHead) -> _Reply:
         length = head.headers.get("x-amz-decoded-content-length", head.headers.get("content-length"))

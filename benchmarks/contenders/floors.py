@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..files import filesystem_of, writable_filesystem_of
+from ..files import filesystem_of, sync_file, writable_filesystem_of
 from ..settings import Target
 from ..sink_client import SinkConnection
 from ..workloads import State
@@ -180,11 +180,7 @@ class FileCopy:
 
 def _copy(source: str, target: str) -> None:
     shutil.copyfile(source, target)
-    descriptor = os.open(target, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_file(target)
 
 
 def _write(state: State, path: str) -> None:

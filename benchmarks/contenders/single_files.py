@@ -7,12 +7,11 @@ loaded goes into the tensors that the caller has, as a trainer needs it.
 from __future__ import annotations
 
 import importlib.util
-import os
 from pathlib import Path
 
 import torch
 
-from ..files import open_for
+from ..files import open_for, sync_file
 from ..settings import Target
 from ..workloads import State
 from . import Layout, Scope
@@ -38,7 +37,7 @@ class TorchSave:
             return
         path = _file(target.directory, "state.pt")
         torch.save(state, path)
-        _sync(path)
+        sync_file(path)
 
     def load(self, template: State, target: Target, scope: Scope) -> None:
         """Load all of it; local files are mapped."""
@@ -71,7 +70,7 @@ class Safetensors:
             raise ValueError(f"safetensors is used for local files only, not {target.scheme}")
         path = _file(target.directory, "state.safetensors")
         save_file(state, path)
-        _sync(path)
+        sync_file(path)
 
     def load(self, template: State, target: Target, scope: Scope) -> None:
         """Load the template's tensors."""
@@ -88,11 +87,3 @@ class Safetensors:
 def _file(directory: str, name: str) -> Path:
     Path(directory).mkdir(parents=True, exist_ok=True)
     return Path(directory) / name
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

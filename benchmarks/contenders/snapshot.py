@@ -8,10 +8,10 @@ files; that is done for it.
 from __future__ import annotations
 
 import importlib.util
-import os
 import warnings
 from pathlib import Path
 
+from ..files import sync_file
 from ..settings import Target
 from ..workloads import State
 from . import Layout, Scope
@@ -42,7 +42,7 @@ class Snapshots:
             Snapshot.take(directory, {"state": StateDict(**state)})
         for path in Path(directory).rglob("*"):
             if path.is_file():
-                _sync(path)
+                sync_file(path)
 
     def load(self, template: State, target: Target, scope: Scope) -> None:
         """Load into the template; part of it, by asking for its objects one by one."""
@@ -56,14 +56,6 @@ class Snapshots:
                 return
             for key, tensor in template.items():
                 snapshot.read_object(f"0/state/{key}", obj_out=tensor)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _directory(target: Target) -> str:
