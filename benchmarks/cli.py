@@ -21,7 +21,7 @@ from dcpfs.storage.location import Location
 from .bench import TuneOrder, tune_place
 from .cases import CASES
 from .compare import JUDGED, IncomparableError, Limits, compare, markdown
-from .contenders import contenders_for
+from .contenders import contenders_for, everybody
 from .execution import RecordStream, Stage, baseline_of, carry_out, check_contenders, manifest_of, units
 from .figures import Missing
 from .planning import measure
@@ -69,7 +69,10 @@ def run(
     storage_options: Annotated[
         str, typer.Option(metavar="JSON|@FILE", help="Options of that URL's filesystem, as JSON or @file.")
     ] = "",
-    only: Annotated[list[str] | None, typer.Option(help="Contender, or module:attribute; can be repeated.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Contender, or module:attribute; can be repeated: {', '.join(everybody())}."),
+    ] = None,
     baseline: Annotated[str | None, typer.Option(help="Contender that ratios are to.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="Fresh processes of each contender.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls in each process; tables show the last.")] = 2,

@@ -32,6 +32,7 @@ __all__ = [
     "Seeker",
     "Staged",
     "contenders_for",
+    "everybody",
     "find",
     "is_floor",
     "is_known",
@@ -224,8 +225,12 @@ def contenders_for(setting: Setting, url: str | None = None) -> tuple[str, ...]:
     target = Target(setting=setting, path="x", root=url)
     if setting is Setting.URL and url is None:
         raise ValueError("Who takes part at a URL depends on the URL; name it")
-    names = dict.fromkeys(name for names, _ in _ROLES.values() for name in names)
-    return tuple(name for name in names if unreachable(name, target) is None)
+    return tuple(name for name in everybody() if unreachable(name, target) is None)
+
+
+def everybody() -> tuple[str, ...]:
+    """All names that are known here, for all kinds of case and place."""
+    return tuple(dict.fromkeys(name for names, _ in _ROLES.values() for name in names))
 
 
 def unreachable(name: str, target: Target) -> str | None:
