@@ -22,7 +22,9 @@ import select
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -257,8 +259,8 @@ class TcpProxy:
 
     # -- relaying
 
-    def _start(self, work: object, *arguments: object) -> None:
-        thread = threading.Thread(target=work, args=arguments, name="tcp-proxy", daemon=True)  # type: ignore[arg-type] # narrowed by the callers
+    def _start(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work, name="tcp-proxy", daemon=True)
         with self._lock:
             self._threads = [one for one in self._threads if one.is_alive()] + [thread]
             thread.start()
@@ -305,6 +307,11 @@ class TcpProxy:
         with self._lock:
             port = self._target_port
         return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+    def holds(self, number: int) -> bool:
+        """Whether a connection is still wanted: neither was it reset, nor does the proxy end."""
+        with self._lock:
+            return number in self._links and not self._stopping.is_set()
 
     def forget(self, number: int) -> None:
         """A connection was reset."""
@@ -354,7 +361,7 @@ class TcpProxy:
 
     def start_pump(self, number: int, direction: Direction, source: socket.socket, sink: socket.socket) -> None:
         """`pump` in a thread of its own."""
-        self._start(self.pump, number, direction, source, sink)
+        self._start(partial(self.pump, number, direction, source, sink))
 
 
 class _Link:
@@ -375,6 +382,9 @@ class _Link:
         try:
             server = self._server = self._proxy.connect()
         except OSError:
+            self.reset()
+            return
+        if not self._proxy.holds(self._number):  # reset while it waited for the network; nobody would end its threads
             self.reset()
             return
         server.settimeout(None)

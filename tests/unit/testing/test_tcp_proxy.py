@@ -200,3 +200,14 @@ def test_new_connections_go_to_the_new_target(proxy: TcpProxy) -> None:
     with connect(proxy) as client:
         assert ask(client, b"three") == b"new three"
     other.close()
+
+
+@pytest.mark.parametrize("ending", ["reset", "end of the proxy"])
+def test_a_connection_that_waits_for_the_network_leaves_no_thread(echo: Echo, ending: str) -> None:
+    with TcpProxy(echo.port) as proxy:
+        proxy.cut(Cut.SILENT)
+        with connect(proxy):
+            assert proxy.await_connections(1)
+            if ending == "reset":
+                proxy.cut(Cut.RESET)
+    assert not any(thread.is_alive() for thread in proxy._threads)
