@@ -14,7 +14,10 @@ place, or a part of it, the place becomes None; anywhere else it is refused as b
 
 from __future__ import annotations
 
+import gc
 import pathlib
+import sys
+import types
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -146,8 +149,17 @@ def _fill_foreign(instance: _Foreign, state: object) -> None:
     instance.parts.append(state)
 
 
+_CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+"""What no pickle has made, and what leads from there to all of the program."""
+
+
 def _foreign_names(value: object) -> set[str]:
-    """The globals that a value and its parts stand for. Each part is looked at once, however often it is named."""
+    """The globals that a value and its parts stand for. Each part is looked at once, however often it is named.
+
+    Parts are what the collector knows of, and the objects of numpy's arrays, of which it knows nothing: none is hidden
+    by the kind of container or object that holds it.
+    """
+    numpy: Any = sys.modules.get("numpy")
     names, seen, left = set(), set(), [value]
     while left:
         part = left.pop()
@@ -157,10 +169,10 @@ def _foreign_names(value: object) -> set[str]:
         if isinstance(part, _Foreign):
             names.add(part.name)
             left += part.parts
-        elif isinstance(part, dict):
-            left += [*part.keys(), *part.values()]
-        elif isinstance(part, (list, tuple, set, frozenset)):
-            left += part
+        elif numpy is not None and isinstance(part, numpy.ndarray) and part.dtype.hasobject:
+            left += part.flat
+        elif not isinstance(part, _CODE):
+            left += gc.get_referents(part)
     return names
 
 

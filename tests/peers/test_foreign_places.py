@@ -9,9 +9,11 @@ from __future__ import annotations
 import pickle
 import sys
 import types
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -125,6 +127,12 @@ def _elsewhere(metadata: Metadata, field: str, thing: object) -> None:
     meta.checkpoint_id = thing  # type: ignore[assignment]  # allowed, and no excuse for the other
     if field == "planner_data":
         metadata.planner_data = {"w": thing}
+    elif field == "planner_data, hidden":
+        metadata.planner_data = {"w": deque([thing])}
+    elif field == "planner_data, in an array":
+        objects = np.empty(1, dtype=object)
+        objects[0] = thing
+        metadata.planner_data = {"w": objects}
     elif field == "planner_data, another":
         metadata.planner_data = {"w": pickle.loads}
     elif field == "storage_data":
@@ -144,8 +152,8 @@ def _elsewhere(metadata: Metadata, field: str, thing: object) -> None:
 @pytest.mark.parametrize(
     "field",
     [
-        *("planner_data", "planner_data, another", "storage_data", "relative_path", "chunks", "modules", "save_id"),
-        *("load_id", "version", "state_dict_metadata"),
+        *("planner_data", "planner_data, hidden", "planner_data, in an array", "planner_data, another"),
+        *("storage_data", "relative_path", "chunks", "modules", "save_id", "load_id", "version", "state_dict_metadata"),
     ],
 )
 def test_case_110_the_same_class_elsewhere_is_refused_and_not_run(
