@@ -12,6 +12,7 @@ Flow: `Runner.run` → for each case: prepare → repetitions × contenders → 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import subprocess
 import sys
@@ -201,8 +202,9 @@ def _run_processes(job: Job, world: int, directory: Path, timeout_seconds: float
             processes.append(process)
             if process.stdin is not None:
                 # It stays open: a client ends with it, so none outlives this process.
-                process.stdin.write(ranked.model_dump_json() + "\n")
-                process.stdin.flush()
+                with contextlib.suppress(BrokenPipeError):  # it has ended already; its exit status says so
+                    process.stdin.write(ranked.model_dump_json() + "\n")
+                    process.stdin.flush()
         deadline_seconds = time.monotonic() + timeout_seconds
         reasons = [_wait(process, deadline_seconds) for process in processes]
     finally:
@@ -210,7 +212,8 @@ def _run_processes(job: Job, world: int, directory: Path, timeout_seconds: float
             process.kill()
             process.wait()
             if process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(BrokenPipeError):
+                    process.stdin.close()
     outcomes = [
         _outcome(directory / f"outcome-{rank}.json", reason, errors[rank]) for rank, reason in enumerate(reasons)
     ]

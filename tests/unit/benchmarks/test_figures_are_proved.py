@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -248,3 +249,14 @@ def test_report_shows_reasons_in_place_of_figures(tmp_path: Path) -> None:
     assert "1.00" in rows["floor-sockets"]
     assert "failed: " in rows[f"{BROKEN}:FlipsOnSave"]
     assert "absent: " in rows[f"{BROKEN}:Missing"]
+
+
+def test_a_process_that_ends_before_it_has_read_its_job_is_a_failure(
+    sink: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.runner.sys.executable", shutil.which("false"))
+    longer_than_a_pipe = "x" * (1 << 20)  # so that writing it waits until the process has ended
+    (result,) = measure(sink, "save", f"{BROKEN}:{longer_than_a_pipe}", isolation=Isolation.PROCESS)
+    assert isinstance(result, MissingFigure)
+    assert result.kind == "failed"
+    assert "its process ended with 1" in result.reason
