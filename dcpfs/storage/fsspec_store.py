@@ -600,6 +600,7 @@ class _Writing:
         self._moves = store._traits.publishing is Publishing.MOVE
         self._name = ""
         self._own_name = ""
+        self._move_asked = False
 
     def open(self, fs: AbstractFileSystem, name: str) -> FileWriter:
         """Open the file object; in a directory tree, make the directories first."""
@@ -623,17 +624,27 @@ class _Writing:
 
     def publish(self, fs: AbstractFileSystem) -> ObjectInfo:
         """After the close: check the size, move the file to its name, and look whether it is there."""
-        found = self._store._published(fs, self._own_name, self._path, self._size_bytes)
-        if self._moves:
-            move_file(fs, self._own_name, self._name)
-            try:
-                found = self._store._published(fs, self._name, self._path, self._size_bytes)
-            except FileNotFoundError:
-                raise StorageError(
-                    f"Can't write {self._store._target(self._path)}: it was moved to its name and is not there; choose "
-                    "a name without characters that the server takes for syntax"
-                ) from None
-        return found
+        try:
+            found = self._store._published(fs, self._own_name, self._path, self._size_bytes)
+        except FileNotFoundError:
+            if not self._move_asked:
+                raise
+            # An attempt before this one has moved it, and its answer, or that to what followed, was lost.
+            return self._moved(fs)
+        if not self._moves:
+            return found
+        self._move_asked = True
+        move_file(fs, self._own_name, self._name)
+        return self._moved(fs)
+
+    def _moved(self, fs: AbstractFileSystem) -> ObjectInfo:
+        try:
+            return self._store._published(fs, self._name, self._path, self._size_bytes)
+        except FileNotFoundError:
+            raise StorageError(
+                f"Can't write {self._store._target(self._path)}: it was moved to its name and is not there; choose "
+                "a name without characters that the server takes for syntax"
+            ) from None
 
     def drop_file(self, file: FileWriter) -> None:
         """Get rid of the file object: under a temporary name it may be closed."""

@@ -115,6 +115,32 @@ def test_a_put_to_a_tree_is_repeated_whole(tree: FsspecStore, monkeypatch: pytes
     assert DummyTree.files == {"/run/dir/new": pattern(1000)}
 
 
+@pytest.mark.parametrize("lost", ["mv", "info"], ids=["answer to the move", "look at what was moved"])
+def test_a_file_of_a_tree_that_was_moved_is_there_though_the_answer_was_lost(
+    tree: FsspecStore, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    content = pattern(200_000)
+    tree.put("object", [pattern(200_000, 1)])
+    real = getattr(DummyTree, lost)
+    answers: list[str] = []
+
+    def loses_one(self: DummyTree, path: str, *others: object, **options: object) -> object:
+        answer = real(self, path, *others, **options)
+        moved = lost == "mv" or path.endswith("/object")
+        if moved and not answers:
+            answers.append(path)
+            raise ConnectionResetError("the answer was lost")
+        return answer
+
+    sink = tree.open_sink("object", len(content))
+    write_parts(sink, content)
+    monkeypatch.setattr(DummyTree, lost, loses_one)
+    assert sink.commit().size_bytes == len(content)
+    assert answers
+    assert tree.get("object") == content
+    assert [info.path for info in tree.list()] == ["object"]
+
+
 def test_case_89_what_arrives_in_another_size_is_removed(objects: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
     async def framed(self: DummyObjectStore, path: str, value: bytes, **_: object) -> None:
         self.objects[path] = b"chunk;" + bytes(value)
