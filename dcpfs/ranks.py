@@ -203,7 +203,7 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        reduced = torch.tensor(words, dtype=torch.int64)
+        reduced = torch.tensor(words, dtype=torch.int64, device="cpu")
         dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=self.group)
         return [int(word) for word in reduced.tolist()]
 

@@ -62,7 +62,7 @@ def plain_block(size_bytes: int) -> torch.Tensor:
         StorageFullError: There is not so much free memory.
     """
     require_memory(size_bytes)
-    return torch.empty(size_bytes, dtype=torch.uint8)
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
 
 class Arena:

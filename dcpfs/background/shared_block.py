@@ -78,7 +78,7 @@ class SharedBlock:
             self.descriptor = -1
 
 
-_EMPTY = torch.empty(0, dtype=torch.uint8)
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _anonymous_file(size_bytes: int) -> int:

@@ -424,7 +424,7 @@ def _state_memory(
     if isinstance(live, torch.Tensor) and tuple(live.shape) == shape and live.dtype is dtype and not live.is_meta:
         return live.detach(), True
     if name == "step" and not shape:
-        return torch.zeros((), dtype=dtype), True  # on the CPU, from where the optimizer moves it if it wants to
+        return torch.zeros((), dtype=dtype, device="cpu"), True  # from where the optimizer moves it if it wants to
     if shape == tuple(parameter.shape):
         return zeros_like_part(parameter, dtype=dtype), True
     if name.rpartition(".")[2] in shaped or name in shaped:

@@ -279,7 +279,7 @@ def _whole_state(records: Mapping[str, TensorRecord | BytesRecord], url: str) ->
     for name, record in records.items():
         if isinstance(record, TensorRecord):
             check_plausible(name, record, url)
-            state[name] = torch.empty(record.shape, dtype=record.dtype)
+            state[name] = torch.empty(record.shape, dtype=record.dtype, device="cpu")
         else:
             state[name] = None
     return state

@@ -158,7 +158,7 @@ def steps_within(key: str, name: str, value: StoredValue) -> Steps | None:
 
 def placeholder(value: StoredValue) -> torch.Tensor | None:
     """What stands for a leaf that the live state lacks."""
-    return torch.zeros(value.shape, dtype=value.dtype) if value.shape is not None else None
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu") if value.shape is not None else None
 
 
 def _steps(path: tuple[str | int, ...], real_path: tuple[object, ...]) -> list[_Step]:

@@ -238,11 +238,11 @@ class HostStaging:
     def _allocate(self) -> torch.Tensor:
         if self.pinned:
             try:
-                return torch.empty(self.buffer_bytes, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:  # no accelerator to pin for, or the limit of locked memory is reached
                 self.pinned = False
                 _logger.info("page-locked host memory is not available (%s): using plain memory", error)
-        return torch.empty(self.buffer_bytes, dtype=torch.uint8)
+        return torch.empty(self.buffer_bytes, dtype=torch.uint8, device="cpu")
 
     def _give_back(self, buffer: HostBuffer) -> None:
         with self._condition:

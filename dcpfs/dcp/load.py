@@ -353,7 +353,7 @@ def read(
                 fetch.add_object(key, record.location)
                 continue
             check_plausible(key, record, source.url)
-            tensor = torch.empty(record.shape, dtype=record.dtype)
+            tensor = torch.empty(record.shape, dtype=record.dtype, device="cpu")
             leaves[key] = tensor
             for want in wants_of_box(key, record, (0,) * len(record.shape), record.shape, tensor):
                 fetch.add_tensor(want)

@@ -147,7 +147,7 @@ def exchange(shares: Sequence[Share], wants: dict[BoxId, TensorWant], ranks: Ran
     # One size on all ranks, though their budgets may differ: they pass the same buffers.
     budget_bytes = min(ranks.all_gather(budget_bytes))
     size_bytes = max(1, min(_BUFFER_BYTES, budget_bytes // 2, _largest(groups)))
-    buffer = local.attempt(lambda: torch.empty(size_bytes, dtype=torch.uint8))
+    buffer = local.attempt(lambda: torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
     ranks.agree(local.error)
     if buffer is None:
         raise RuntimeError("a rank without a buffer must have failed before")

@@ -225,7 +225,11 @@ class _Archive:
                 raise CorruptCheckpointError("reading a value: its archive lacks a tensor's data; it is damaged")
             # The bytes are copied twice: torch warns about read-only memory, and its own allocation can be resized.
             data = bytearray(self.read(f"data/{name}"))
-            tensor = torch.frombuffer(data, dtype=torch.uint8).clone() if data else torch.empty(0, dtype=torch.uint8)
+            tensor = (
+                torch.frombuffer(data, dtype=torch.uint8).clone()
+                if data
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
+            )
             storage = tensor.untyped_storage()
             if self._swapped and kind.dtype is not None:
                 storage.byteswap(kind.dtype)  # type: ignore[no-untyped-call]  # torch has no annotation there

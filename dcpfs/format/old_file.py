@@ -112,7 +112,10 @@ class _OldFile:
             self._size_bytes += count * dtype.itemsize
             if self._size_bytes > len(self._view):
                 raise self._damaged("its storages are larger than it is")
-            self._storages[key] = (dtype, torch.zeros(count * dtype.itemsize, dtype=torch.uint8).untyped_storage())
+            self._storages[key] = (
+                dtype,
+                torch.zeros(count * dtype.itemsize, dtype=torch.uint8, device="cpu").untyped_storage(),
+            )
         known, storage = self._storages[key]
         if known is not dtype or storage.nbytes() != count * dtype.itemsize:
             raise self._damaged("one storage has two sizes")
@@ -137,7 +140,7 @@ class _OldFile:
                     f"it holds {len(payload)} bytes for {size_bytes // dtype.itemsize} elements of {dtype}"
                 )
             if size_bytes:
-                target = torch.empty(0, dtype=torch.uint8).set_(storage)
+                target = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
                 target.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
             position += 8 + size_bytes
 

@@ -122,7 +122,7 @@ def _check_storable(dtype: torch.dtype) -> None:
     if name.startswith("q"):
         raise UnsupportedValueError(f"framing a tensor of {dtype}: it is quantized and has scales beside its values")
     try:
-        torch.save(torch.empty((0,), dtype=dtype), io.BytesIO())
+        torch.save(torch.empty((0,), dtype=dtype, device="cpu"), io.BytesIO())
     except Exception as error:
         # torch raises several kinds: KeyError for sub-byte integers, RuntimeError for quantized ones
         raise UnsupportedValueError(

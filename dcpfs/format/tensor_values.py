@@ -64,7 +64,7 @@ def _set_tensor(storage: object, dtype: object, offset: object, sizes: object, s
         last = offset + sum((size - 1) * step for size, step in zip(shape, steps, strict=True))
         if (last + 1) * dtype.itemsize > storage._untyped_storage.nbytes():
             raise CorruptCheckpointError("reading a value: a tensor exceeds its storage; it is damaged")
-    return torch.empty((0,), dtype=dtype).set_(storage._untyped_storage, offset, shape, steps)
+    return torch.empty((0,), dtype=dtype, device="cpu").set_(storage._untyped_storage, offset, shape, steps)
 
 
 def _finish(tensor: torch.Tensor, requires_grad: object, flags: object) -> torch.Tensor:
