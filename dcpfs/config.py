@@ -131,7 +131,7 @@ class FrozenConfig(BaseModel):
 
 
 def retitled_error(error: ValidationError, title: str, fields: Sequence[str] = ()) -> ValidationError:
-    """The same faults under another title.
+    """The same faults under another title, without the values that were given, which can be secrets.
 
     Args:
         error: Of pydantic.
@@ -146,7 +146,7 @@ def retitled_error(error: ValidationError, title: str, fields: Sequence[str] = (
             text = "There is no such setting" + (f"; did you mean {close[0]}?" if close else "")
         # A text of ours has no placeholders; pydantic's are filled in by now.
         kind = PydanticCustomError(fault["type"], text)
-        faults.append(InitErrorDetails(type=kind, loc=where, input=fault["input"]))
+        faults.append(InitErrorDetails(type=kind, loc=where, input=None))
     return ValidationError.from_exception_data(title, faults, hide_input=True)
 
 

@@ -262,9 +262,12 @@ def _text(url: str | os.PathLike[str]) -> str:
         raise ConfigError("The URL holds a NUL character")
     collapsed = None if _SCHEME.match(text) else _ANY_COLLAPSED.search(text) or _COLLAPSED.search(text)
     if collapsed and not (collapsed.group(1) == "file" and collapsed.start() == 0):
-        scheme = collapsed.group(1)
+        scheme, end = collapsed.group(1), collapsed.end()
+        # Looked at with its slash, so that what is secret in it is found.
+        shown = redact_text(f"{text[:end]}/{text[end:]}").replace(f"{scheme}://", f"{scheme}:/", 1)
+        shown = shown if end < len(text) else text
         raise ConfigError(
-            f"{redact_text(text)!r} looks like a {scheme}:// URL that lost a slash in a pathlib.Path; "
+            f"{shown!r} looks like a {scheme}:// URL that lost a slash in a pathlib.Path; "
             f"pass the URL as a string, {scheme}://..."
         )
     return text

@@ -151,6 +151,24 @@ def test_case_114_no_text_of_a_config_holds_a_secret() -> None:
     assert "'unknown_thing': '***'" in repr(config)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"storage_options": ["hunter2"]},
+        {"load_storage_options": "hunter2"},
+        {"secret": "hunter2"},
+        {"load_path": "s3:/user:hunter2@host/run"},
+        {"transfer": {"budget_bytes": "hunter2"}},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_case_114_no_form_of_an_error_holds_a_value_that_was_given(given: dict[str, object]) -> None:
+    with pytest.raises(pydantic.ValidationError) as caught:
+        CheckpointConfig.model_validate({"save_dir": "run", **given})
+    error = caught.value
+    assert "hunter2" not in "".join((str(error), repr(error), repr(error.errors()), error.json()))
+
+
 def test_case_114_a_dump_without_secrets_reads_back_and_one_with_masks_is_refused() -> None:
     plain = CheckpointConfig(save_dir="/run", keep_last=2, rename={"a": "b"}, strict_resume={"model": False})
     assert CheckpointConfig.model_validate_json(plain.model_dump_json()) == plain

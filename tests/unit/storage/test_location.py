@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import re
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -139,6 +140,12 @@ def test_the_home_directory_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None
 def test_case_99_a_path_that_lost_a_slash_is_refused(url: str | os.PathLike[str]) -> None:
     with pytest.raises(ConfigError, match=r"lost a slash in a pathlib\.Path; pass the URL as a string"):
         Location(url)
+
+
+@pytest.mark.parametrize("start", ["s3:/", "simplecache::s3:/", "/data/s3:/"])
+def test_case_114_a_path_that_lost_a_slash_is_told_without_its_secrets(start: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"{start}user:***@host/x?token=***")):
+        Location(f"{start}user:hunter2@host/x?token=hunter2")
 
 
 @pytest.mark.parametrize(
