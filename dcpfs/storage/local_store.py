@@ -186,14 +186,14 @@ class LocalStore:
                 with self._tree.explained("list", path), contextlib.suppress(FileNotFoundError):
                     if entry.is_dir(follow_symlinks=False):
                         pending.append(path)
-                    elif entry.is_file() and not _TEMPORARY.fullmatch(entry.name):
+                    elif _is_file(entry) and not _TEMPORARY.fullmatch(entry.name):
                         found.append(_describe(path, entry.stat()))
             yield from found
 
     def list_directories(self, prefix: str = "") -> Iterator[str]:
-        """Names of the directories right below ``prefix``."""
+        """Names of the directories right below ``prefix``, and of links to what can't be looked at."""
         for entry in self._scan(check_name(prefix.rstrip("/"))):
-            if entry.is_dir():
+            if _is_directory(entry):
                 yield entry.name
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -278,6 +278,10 @@ class LocalStore:
                 if directory:
                     return []  # an object bears the name
                 raise  # the location itself is a file, or below one: not a place where nothing has been put yet
+            except OSError as error:
+                if directory and error.errno == errno.ELOOP:
+                    return []
+                raise
 
 
 class _State(enum.Enum):
@@ -506,3 +510,21 @@ def _read_bytes(fd: int, start: int, size_bytes: int) -> bytes:
 def _describe(path: str, status: os.stat_result) -> ObjectInfo:
     etag = f"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}"
     return ObjectInfo(path, status.st_size, etag, status.st_mtime)
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a file or leads to one. A link that leads to itself is nothing, like one that leads nowhere."""
+    try:
+        return entry.is_file()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a directory or may lead to one: whoever looks into a forbidden one is told, and no one else."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        return error.errno != errno.ELOOP

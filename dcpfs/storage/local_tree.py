@@ -20,7 +20,7 @@ from collections.abc import Generator
 from dataclasses import replace
 
 from dcpfs.config import Durability
-from dcpfs.errors import StorageError
+from dcpfs.errors import PermissionDeniedError, StorageError
 from dcpfs.storage.location import Location, check_name
 from dcpfs.storage.translate import Classified, FailureKind, Fault, classify_fault
 
@@ -38,12 +38,13 @@ _FAULTS = {
 _PASSING = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY})
 """What a network filesystem reports while its server restarts: a read is tried again, a write isn't, since what was
 lost of it is unknown."""
-_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG})
+_ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP})
 _HINTS = {
     errno.EFBIG: "the filesystem's or the process's limit of a file's size",
     errno.EIO: "the device or its network failed; see the kernel's log",
     errno.EISDIR: "a directory of that name is there",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ELOOP: "a symbolic link leads to itself",
     errno.ENOENT: "a directory was removed or never made",
     errno.ENOSPC: "see df for bytes and df -i for files",
     errno.ENOTDIR: "a part of the path is a file",
@@ -84,12 +85,10 @@ class LocalTree:
         if not self._is_inside(real_name):
             self._real_root = os.path.realpath(self.root)
             if not self._is_inside(real_name):
-                raise classify_fault(
-                    Fault.DENIED,
-                    verb="use",
-                    target=self.target(path),
-                    reason=f"a symbolic link leads out of the location, to {real_name}; open that place itself",
-                ).error
+                raise PermissionDeniedError(
+                    f"Can't use {self.target(path)}: a symbolic link leads out of the location, to {real_name}; open "
+                    "that place itself"
+                )
 
     def check_directory_inside(self, directory: str, path: str) -> None:
         """`check_inside` for a directory, existing or not."""

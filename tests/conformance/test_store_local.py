@@ -765,6 +765,7 @@ def test_case_112_reading_through_a_link_that_leads_out_is_refused(linked: Local
         with pytest.raises(PermissionDeniedError, match="symbolic link leads out of the location") as caught:
             call()
         assert "secret" not in str(caught.value).replace(path, "").replace("outside/secret", "")
+        assert str(caught.value).endswith("; open that place itself")
 
 
 def test_case_112_writing_and_deleting_through_a_link_that_leads_out_is_refused(
@@ -786,6 +787,16 @@ def test_case_112_writing_and_deleting_through_a_link_that_leads_out_is_refused(
             call()
     assert files(tmp_path / "outside") == before
     assert directories(tmp_path / "outside") == ["dir"]
+
+
+def test_a_link_that_leads_to_itself_is_nothing_and_spoils_no_listing(linked: LocalStore, tmp_path: Path) -> None:
+    before = sorted(info.path for info in linked.list()), sorted(linked.list_directories())
+    (tmp_path / "store" / "loop").symlink_to("loop")
+    assert (sorted(info.path for info in linked.list()), sorted(linked.list_directories())) == before
+    assert list(linked.list("loop")) == []
+    assert not linked.exists("loop")
+    with pytest.raises(ObjectNotFoundError):
+        linked.get("loop/object")
 
 
 def test_case_112_a_link_itself_is_replaced_or_deleted_and_not_followed(linked: LocalStore, tmp_path: Path) -> None:
