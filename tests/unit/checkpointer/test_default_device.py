@@ -23,8 +23,8 @@ def _trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_step_is_saved_and_loaded_whole_under_another_default_device(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize("mode", [dcpfs.AsyncMode.DISABLED, dcpfs.AsyncMode.ASYNC])
+def test_a_step_is_saved_and_loaded_whole_under_another_default_device(tmp_path: Path, mode: dcpfs.AsyncMode) -> None:
     model, optimizer = _trained()
     fresh = nn.Linear(3, 2)
     fresh_optimizer = torch.optim.AdamW(fresh.parameters())
