@@ -9,8 +9,9 @@ Way taken: the file is taken apart here. It is five pickles, which go through `S
 
     magic number | protocol | byte order and sizes | the value | keys of its storages | count | bytes | count | bytes …
 
-Which storages there are, only the value says, and their bytes come after it. So it is read twice: first with empty
-storages, no larger together than the file, then with the bytes in them.
+Which storages there are, only the value says, and their bytes come after it. So it is read twice: first with storages
+of zeros, no larger together than the file, and without the tensors that can't be made of zeros; then with the bytes in
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from dcpfs.errors import CorruptCheckpointError, DcpfsError, UntrustedDataError
 from dcpfs.format.allowlist import Resolver
-from dcpfs.format.tensor_values import StorageClass, resolve_tensor_value
+from dcpfs.format.tensor_values import StorageClass, resolve_outline, resolve_tensor_value
 from dcpfs.format.unpickling import SafeUnpickler
 
 __all__ = ["decode_old_file"]
@@ -64,11 +65,11 @@ class _OldFile:
             raise UntrustedDataError(
                 f"reading {self._what}: it was written on a machine of another byte order; refused"
             )
-        start = self._position
-        value = self._load()
+        start, resolve = self._position, self._resolve
+        self._resolve = lambda module, name: resolve_outline(module, name) or resolve(module, name)
+        self._load()
+        self._resolve = resolve
         self._fill(self._load())
-        if not self._storages:
-            return value
         self._position = start
         return self._load()
 

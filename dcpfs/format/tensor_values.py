@@ -23,7 +23,7 @@ from dcpfs.errors import CorruptCheckpointError, UntrustedDataError
 from dcpfs.format.allowlist import Global, resolve_value
 from dcpfs.format.tensor_pickle import STORAGE_CLASSES
 
-__all__ = ["StorageClass", "resolve_plain_tensor", "resolve_tensor_value"]
+__all__ = ["StorageClass", "resolve_outline", "resolve_plain_tensor", "resolve_tensor_value"]
 
 _LARGEST_NUMBER = 1 << 62
 
@@ -143,6 +143,11 @@ def _rebuild_sparse(layout: object, parts: object) -> torch.Tensor:
             compressed, plain, values, _check_numbers(size), layout=layout, check_invariants=True
         )
     raise _refuse("a sparse tensor that torch does not write")
+
+
+def _outline_sparse(_layout: object, _parts: object) -> torch.Tensor:
+    """Stands for a sparse tensor whose numbers are not there yet: zeros break the rules of its layout."""
+    return torch.empty(0, device="cpu")
 
 
 def _rebuild_quantized(
@@ -290,6 +295,7 @@ _REBUILDERS: frozenset[object] = frozenset(
         _rebuild_untyped,
         _rebuild_parameter,
         _rebuild_sparse,
+        _outline_sparse,
         _rebuild_quantized,
         _rebuild_nested,
         _rebuild_meta,
@@ -326,6 +332,11 @@ _OTHERS = {
     ("torch.nn.parameter", "Parameter"): Global(torch.nn.Parameter),
     **{("torch", name): Global(StorageClass(dtype)) for name, dtype in _QUANTIZED.items()},
 }
+
+
+def resolve_outline(module: str, name: str) -> Global | None:
+    """What stands for a tensor while its storages hold zeros, where those would not do."""
+    return Global(_outline_sparse, _outline_sparse) if (module, name) == (_UTILS, "_rebuild_sparse_tensor") else None
 
 
 def resolve_plain_tensor(module: str, name: str) -> Global | None:

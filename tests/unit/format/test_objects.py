@@ -537,6 +537,21 @@ def test_files_of_the_format_before_1_6_come_back(name: str) -> None:
             decode_object(data[:cut], key="k")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_tensors_of_every_kind_come_back_from_files_of_the_format_before_1_6(name: str) -> None:
+    value = other_tensors()[name]
+    buffer = io.BytesIO()
+    torch.save([value, value], buffer, _use_new_zipfile_serialization=False)
+    with torch.serialization.safe_globals([Tagged, Wrapping]):
+        made = decode_object(buffer.getvalue(), key="k")
+    assert isinstance(made, list)
+    for found in made:
+        assert (type(found), found.dtype, found.layout) == (type(value), value.dtype, value.layout)
+        for mine, theirs in zip(as_plain(found), as_plain(value), strict=True):
+            assert torch.equal(mine, theirs)
+
+
 def test_a_large_file_of_the_format_before_1_6_comes_back() -> None:
     value = {f"k{number}": torch.full((number % 5,), float(number)) for number in range(1000)}
     buffer = io.BytesIO()
