@@ -13,12 +13,10 @@ Flow: `bench` or `tune_place` → refuse → announce → place → measure → 
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from pydantic import JsonValue, TypeAdapter
 from rich.console import Console
@@ -34,6 +32,7 @@ from .execution import (
     baseline_of,
     carry_out,
     check_contenders,
+    ended_by_signals,
     manifest_of,
     most_bytes_at_once,
     units,
@@ -44,7 +43,7 @@ from .manifest import RecordedPlan, mask_options, take
 from .place import open_place
 from .plots import NothingToPlotError, draw
 from .progress import RunProgress
-from .publishing import Outputs, publish
+from .publishing import Outputs, check_outputs, publish
 from .records import recording_of
 from .runner import Plan, order
 from .settings import PLACE_PREFIX, Setting, Target
@@ -117,11 +116,12 @@ def bench(asked: BenchOrder, console: Console) -> bool:
         console: For what is said on the way; tables go to standard output.
 
     Raises:
-        ConfigError: There is no such case or contender, or options don't fit the URLs.
+        ConfigError: There is no such case or contender, options don't fit the URLs, or results can't be written.
         UnsupportedOperationError: A URL can only be read.
         StorageError: A URL can't be written.
     """
     stages = _stages(asked)
+    check_outputs(asked.json_path, asked.outputs)
     for stage in stages:
         _refuse_read_only(Location(stage.url or "", stage.storage_options))
     for stage in stages:
@@ -133,7 +133,7 @@ def bench(asked: BenchOrder, console: Console) -> bool:
         )
     manifest = manifest_of(stages)
     with (
-        _ended_by_signals(),
+        ended_by_signals(),
         _leaving_no_directory([stage.url or "" for stage in stages]),
         RecordStream(asked.json_path, manifest) as stream,
         RunProgress(sum(units(stage.plan) for stage in stages), console) as progress,
@@ -151,11 +151,13 @@ def tune_place(asked: TuneOrder, console: Console) -> str:
         console: For what is said on the way.
 
     Raises:
+        ConfigError: Results can't be written where they are wanted.
         UnsupportedOperationError: The URL can only be read.
         StorageError: The URL can't be written, or failed.
         WrongBytesError: What came back is not what was saved.
     """
     label = asked.setting.value
+    check_outputs(asked.json_path, Outputs(plots_directory=asked.plots_directory))
     if asked.url is not None:
         location = Location(asked.url, asked.storage_options)
         label = location.redacted
@@ -163,7 +165,7 @@ def tune_place(asked: TuneOrder, console: Console) -> str:
     options = _OPTIONS.validate_python(dict(asked.storage_options))
     figures: list[TuneFigure] = []
     with (
-        _ended_by_signals(),
+        ended_by_signals(),
         _leaving_no_directory([] if asked.url is None else [asked.url]),
         open_place(asked.setting, None, asked.size_bytes, url=asked.url, storage_options=options) as place,
     ):
@@ -273,25 +275,6 @@ def _leaving_no_directory(urls: Sequence[str]) -> Iterator[None]:
         for each in sorted(set(fresh), key=lambda path: len(path.parts), reverse=True):
             with contextlib.suppress(OSError):
                 each.rmdir()
-
-
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM ends the run in the orderly way, so that what was written is deleted."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        del frame
-        raise SystemExit(128 + number)
-
-    try:
-        before = signal.signal(signal.SIGTERM, leave)
-    except ValueError:  # not the main thread
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _amount(size_bytes: int) -> str:

@@ -15,19 +15,28 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from dcpfs.cli.storage_options import parse_storage_options
-from dcpfs.errors import DcpfsError
+from dcpfs.errors import ConfigError, DcpfsError
 from dcpfs.storage.location import Location
 
 from .bench import TuneOrder, tune_place
 from .cases import CASES
 from .compare import JUDGED, IncomparableError, Limits, compare, markdown
 from .contenders import contenders_for, everybody
-from .execution import RecordStream, Stage, baseline_of, carry_out, check_contenders, manifest_of, units
+from .execution import (
+    RecordStream,
+    Stage,
+    baseline_of,
+    carry_out,
+    check_contenders,
+    ended_by_signals,
+    manifest_of,
+    units,
+)
 from .figures import Missing
 from .planning import measure
 from .plots import NothingToPlotError, draw
 from .progress import RunProgress
-from .publishing import Outputs, publish
+from .publishing import Outputs, check_outputs, publish
 from .records import Metric, UnreadableRecordError, read
 from .runner import Plan, order
 from .settings import Link, Setting
@@ -87,7 +96,9 @@ def run(
     mb_per_second_per_connection: Annotated[
         float | None, typer.Option(min=0, help="Rate that each connection to it is held to; 0: none.")
     ] = None,
-    disk_directory: Annotated[Path | None, typer.Option(help="Where the disk setting writes.")] = None,
+    disk_directory: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Where the disk setting writes.")
+    ] = None,
     timeout_seconds: Annotated[float, typer.Option(help="Longest time of one process.")] = 900.0,
     planning_ranks: Annotated[
         list[int] | None, typer.Option(min=2, help="Ranks that the planning case simulates; can be repeated.")
@@ -141,12 +152,17 @@ def run(
             for each in (settings if names else [])
             for size_bytes in sizes
         ]
+        check_outputs(json_path, Outputs(markdown_path, plots))
     except (ValueError, DcpfsError) as error:
         raise typer.BadParameter(str(error)) from error
     manifest = manifest_of(stages)
     results: list[BaseModel] = []
     console = Console(stderr=True)
-    with RecordStream(json_path, manifest) as stream, RunProgress(_total(stages), console) as progress:
+    with (
+        ended_by_signals(),
+        RecordStream(json_path, manifest) as stream,
+        RunProgress(_total(stages), console) as progress,
+    ):
         results += carry_out(stages, stream, progress)
         if plans_too:
             for figure in measure(
@@ -191,6 +207,7 @@ def compare_runs(
 ) -> None:
     """Tell regressions from the spread of the runs. Ends with 1 where there is one, with 2 where none can be told."""
     try:
+        check_outputs(None, Outputs(markdown_path))
         found = compare(
             read(old),
             read(new),
@@ -199,7 +216,7 @@ def compare_runs(
             reference=reference,
             limits=Limits(threshold, count_threshold, alpha),
         )
-    except (IncomparableError, UnreadableRecordError) as error:
+    except (IncomparableError, UnreadableRecordError, ConfigError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     text = markdown(found)
@@ -217,8 +234,10 @@ def plot(
 ) -> None:
     """Draw what was recorded."""
     try:
-        paths = draw(read(figures), directory)
-    except (NothingToPlotError, UnreadableRecordError) as error:
+        recording = read(figures)
+        check_outputs(None, Outputs(plots_directory=directory))
+        paths = draw(recording, directory)
+    except (NothingToPlotError, UnreadableRecordError, ConfigError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     for path in paths:

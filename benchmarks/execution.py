@@ -11,9 +11,12 @@ Flow: `carry_out(stages)` → for each: `open_place` → `Runner.run` → stream
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from pydantic import BaseModel, JsonValue, TypeAdapter
 from typing_extensions import Self
@@ -36,6 +39,7 @@ __all__ = [
     "baseline_of",
     "carry_out",
     "check_contenders",
+    "ended_by_signals",
     "manifest_of",
     "most_bytes_at_once",
     "units",
@@ -216,3 +220,22 @@ def carry_out(
         behind += units(plan)
         progress.reach(behind)
     return results
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """SIGTERM ends the run in the orderly way, so that what was written is deleted."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -20,12 +21,14 @@ from urllib.parse import urlsplit, urlunsplit
 from pydantic import JsonValue
 
 from dcpfs.storage.location import Location, redact_text
+from dcpfs.storage.translate import classify
 
 from .files import remove
 from .settings import PACKAGE_ROOT, PLACE_PREFIX, Link, Setting, Target
 
 __all__ = ["open_place", "start_proxy", "start_sink"]
 
+logger = logging.getLogger(__name__)
 _TMPFS = "/dev/shm"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -148,7 +151,17 @@ def _open_url(url: str, options: dict[str, JsonValue], link: Link | None) -> Gen
         try:
             yield target
         finally:
-            remove(target.direct())
+            _leave(target.direct())
+
+
+def _leave(target: Target) -> None:
+    """Delete the directory of a run. That it can't be deleted takes nobody's figures, and hides no other error."""
+    try:
+        remove(target)
+    except Exception as error:  # noqa: BLE001 - told, with what is left to do
+        place = Location(target.url, target.storage_options())
+        told = classify(error, verb="delete", target=place.redacted, scrub=place.scrub).error
+        logger.warning("%s (what the benchmark has written there may be left: delete it by hand)", told)
 
 
 def _server_of(url: str, options: JsonValue) -> tuple[str, int] | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import typer
 from pydantic import BaseModel
 
+from dcpfs.errors import ConfigError
+
 from .figures import Figure, Missing, StepFigure
 from .manifest import Manifest
 from .planning import RanksFigure, SimulationFigure
@@ -19,7 +21,7 @@ from .report import markdown as report_markdown
 from .stall import StallFigure
 from .stall import markdown as stall_markdown
 
-__all__ = ["Outputs", "publish", "tables"]
+__all__ = ["Outputs", "check_outputs", "publish", "tables"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,36 @@ def tables(manifest: Manifest, results: Sequence[BaseModel], baselines: Mapping[
     if stalls := [each for each in results if isinstance(each, StallFigure)]:
         text += stall_markdown(stalls)
     return text
+
+
+def check_outputs(json_path: Path | None, outputs: Outputs) -> None:
+    """Find out that results can't be written before they are measured. What is there already stays as it is.
+
+    Args:
+        json_path: Where figures go as JSON lines, or None.
+        outputs: Where tables and plots go.
+
+    Raises:
+        ConfigError: A file or directory can't be written.
+    """
+    for path in (json_path, outputs.markdown_path):
+        if path is not None:
+            new = not path.exists()
+            try:
+                path.open("ab").close()
+                if new:
+                    path.unlink()
+            except OSError as error:
+                raise _unwritable(path, error) from error
+    if outputs.plots_directory is not None:
+        try:
+            outputs.plots_directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(outputs.plots_directory, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"Can't write results to {path}: {error.strerror or error}; name a place that can be written")
 
 
 def publish(manifest: Manifest, results: Sequence[BaseModel], baselines: Mapping[str, str], outputs: Outputs) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,9 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import app
 from benchmarks.records import read
+from benchmarks.settings import PLACE_PREFIX
 
+ROOT = Path(__file__).parents[3]
 TINY = ["--size-gb", "0.0004", "--repetitions", "1", "--rounds", "1"]
 
 
@@ -54,6 +59,49 @@ def test_a_url_and_its_setting_go_together(arguments: list[str]) -> None:
     code, text = invoke("save", *arguments)
     assert code == 2
     assert "--setting url and --url go together" in " ".join(text.split()).replace("│ ", "")
+
+
+def test_results_that_can_t_be_written_are_refused_in_one_sentence_by_every_command(tmp_path: Path) -> None:
+    lines, blocked = tmp_path / "run.jsonl", tmp_path / "file" / "results"
+    (tmp_path / "file").write_text("precious")
+    code, text = invoke("save", "--setting", "memory", "--only", "floor-memcpy", *TINY, "--json", str(lines))
+    assert code == 0, text
+    for arguments, expected in [
+        (["save", "--setting", "memory", *TINY, "--json", str(blocked)], 2),
+        (["compare", str(lines), str(lines), "--markdown", str(blocked)], 2),  # 1 would tell of a regression
+        (["plot", str(lines), "--directory", str(blocked)], 2),
+        (["tune", str(tmp_path / "store"), "--json", str(blocked)], 1),
+    ]:
+        code, text = invoke(*arguments)
+        assert code == expected, text
+        assert "Can't write results to" in " ".join(text.replace("│", " ").split())
+        assert "#0" not in text
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_disk_directory_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    code, text = invoke("save", "--setting", "disk", "--disk-directory", str(tmp_path / "no"), *TINY)
+    assert code == 2
+    assert "does not exist" in " ".join(text.replace("│", " ").split())
+
+
+@pytest.mark.nightly
+def test_what_was_written_at_a_url_is_deleted_when_the_run_is_told_to_end(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    command = [sys.executable, "-m", "benchmarks", "save", "--url", str(store), "--only", "dcpfs"]
+    process = subprocess.Popen(
+        [*command, "--rounds", "100000", "--size-gb", "0.0004"], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    try:
+        while not list(store.glob(f"{PLACE_PREFIX}*/save-dcpfs/*/.metadata")):
+            assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+        process.communicate()
+    assert list(store.iterdir()) == []
 
 
 def test_a_link_needs_a_server_to_stand_before() -> None:

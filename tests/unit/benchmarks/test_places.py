@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.contenders import contenders_for
 from benchmarks.figures import Figure, Missing, StepFigure
-from benchmarks.place import open_place
+from benchmarks.place import open_place, start_sink
 from benchmarks.runner import Isolation
 from benchmarks.settings import PLACE_PREFIX, Link, Setting, Target, client_environment
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
@@ -63,6 +63,22 @@ def test_only_the_directory_of_the_run_is_deleted(tmp_path: Path) -> None:
         assert place.path.startswith(PLACE_PREFIX)
         assert all(isinstance(result, Figure) for result in measure(place, ["save", "partial"], "dcpfs", "torch-2"))
     assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["notes.txt"]
+
+
+def test_what_ended_a_run_is_told_when_its_directory_can_t_be_deleted_either(caplog: pytest.LogCaptureFixture) -> None:
+    with start_sink(0, 0, 0) as port:
+        server = f"http://127.0.0.1:{port}"
+    client = {"retries": {"max_attempts": 0}, "connect_timeout": 1}
+    options = {"key": "k3y", "secret": "hunter2", "endpoint_url": server, "config_kwargs": client}
+    with (
+        pytest.raises(RuntimeError, match="what ended the run"),
+        open_place(Setting.URL, None, 0, url="s3://bucket/scratch", storage_options=options),
+    ):
+        raise RuntimeError("what ended the run")
+    (record,) = [each for each in caplog.records if each.name == "benchmarks.place"]
+    assert f"Can't delete s3://bucket/scratch/{PLACE_PREFIX}" in record.getMessage()
+    assert "delete it by hand" in record.getMessage()
+    assert "hunter2" not in record.getMessage()
 
 
 def test_memory_is_one_process_by_any_name() -> None:

@@ -80,6 +80,15 @@ def test_a_store_that_refuses_to_write_ends_the_run_before_it_measures(tmp_path:
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize("option", ["--json", "--markdown", "--plots"])
+def test_results_that_can_t_be_written_are_refused_before_anything_is_measured(tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").write_text("precious")
+    place = tmp_path / "file" / "results"
+    error = refused(str(tmp_path / "store"), "save", *TINY, option, str(place))
+    assert f"Can't write results to {place}: Not a directory" in str(error)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_word_that_is_neither_case_nor_url_is_refused_with_the_cases() -> None:
     said = str(refused("sav"))
     assert "no case 'sav'" in said
