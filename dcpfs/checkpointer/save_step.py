@@ -26,7 +26,7 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -84,6 +84,7 @@ def save_step(
     error: BaseException | None = None,
     phases: Phases | None = None,
     moves_latest: bool = True,
+    clock: Callable[[], float] = time.monotonic,
 ) -> StepReport:
     """Save a step. Collective over the ranks of the context.
 
@@ -93,6 +94,7 @@ def save_step(
         error: Why this rank has nothing to save; raised here, and told to all ranks, which raise it too.
         phases: Measures and watches; None: nobody does.
         moves_latest: Whether ``latest_checkpoint.txt`` is to name this step, and older ones make room for it.
+        clock: Seconds that only go up, of this rank.
 
     Raises:
         CheckpointExistsError: The step stands and is not to be overwritten, or is the only complete one.
@@ -101,9 +103,9 @@ def save_step(
         StorageError: The store failed; nothing was published, unless the text says that the step is complete.
         DcpfsError: Another rank failed; its text and rank.
     """
-    started_seconds = time.monotonic()
+    started_seconds = clock()
     watched = phases if phases is not None else Phases(rank=context.ranks.rank)
-    save = _Save(step, context, error, watched, moves_latest=moves_latest)
+    save = _Save(step, context, error, watched, moves_latest=moves_latest, clock=clock)
     try:
         committed = save.run()
     except BaseException:
@@ -112,7 +114,7 @@ def save_step(
         raise
     finally:
         save.close()
-    seconds = time.monotonic() - started_seconds
+    seconds = clock() - started_seconds
     report = StepReport(
         save.step.iteration, save.save_id, committed, seconds, save.bytes_written, save.requests, save.planned
     )
@@ -136,6 +138,8 @@ class _Written:
     results: bytes = b""
     files: dict[str, FileRecord] = field(default_factory=dict)
     fingerprint: dict[str, int] = field(default_factory=dict)
+    worked_seconds: float = 0.0
+    """From the first exchange, until it had this to tell."""
 
 
 class _Save:
@@ -149,6 +153,7 @@ class _Save:
         phases: Phases,
         *,
         moves_latest: bool,
+        clock: Callable[[], float],
     ) -> None:
         self.save_id = uuid.uuid4().hex
         self.bytes_written = 0
@@ -170,7 +175,8 @@ class _Save:
         self._stands = False
         self._taken_back = False
         self._stragglers = Stragglers.POSSIBLE
-        self._heard_seconds = time.monotonic()
+        self._clock = clock
+        self._came_seconds = self._met_seconds = self._awaited_since_seconds = clock()
 
     @property
     def step(self) -> LocalStep:
@@ -213,11 +219,14 @@ class _Save:
         """
         failure: BaseException | None = None
         try:
+            told_seconds = self._clock()
+            self._written.worked_seconds = told_seconds - self._met_seconds
             collected = self._ranks.gather_outcomes(self._written, error)
-            self._heard_seconds = time.monotonic()
             if isinstance(collected, DcpfsError):
                 failure = collected
             elif collected is not None:
+                slowest_seconds = max(each.worked_seconds for each in collected)
+                self._awaited_since_seconds = max(told_seconds, self._came_seconds + slowest_seconds)
                 failure = attempt(lambda: self._commit(collected))
             if collected is not None:
                 self._stragglers = Stragglers.NONE
@@ -268,7 +277,9 @@ class _Save:
             first_file_number=0 if claim is None else claim.first_file_number,
             metric=None if step is None else step.metric,
         )
+        self._came_seconds = self._clock()
         told = TogetherWords.decode(self._ranks.largest(words.encode()))
+        self._met_seconds = self._clock()
         self._first_file_number = told.first_file_number
         first, last = told.iterations
         if told.failed or last != first or len(told.metrics) > 1:
@@ -421,12 +432,16 @@ class _Save:
             move_latest(self.store, step.iteration, claim)
 
     def _require_awaited(self) -> None:
-        """Coordinator: the others have waited for the verdict since they sent their results, and no longer than that.
+        """Coordinator: publish nothing that another rank, by now, may have given up waiting for.
 
-        A process that was stopped, or whose store took too long, does not know that they have raised.
+        A process that was stopped, or whose store took too long, does not know that the others have raised. They may
+        have gone on to wait for the verdict as soon as the last of them, or this rank, had told its results: whoever
+        tells them first waits within the same exchange, which has a time-out of its own. When this rank had heard them
+        all says nothing about that. Clocks differ, so each says how long it has worked since the first exchange, and
+        none has left that before this rank came to it.
         """
         limit_seconds = self._ranks.timeout_seconds
-        waited_seconds = time.monotonic() - self._heard_seconds
+        waited_seconds = self._clock() - self._awaited_since_seconds
         if self._ranks.world_size > 1 and limit_seconds is not None and waited_seconds >= limit_seconds:
             raise CheckpointError(
                 f"can't publish {self._context.save_dir.join(step_name(self.step.iteration)).redacted}: the other "
