@@ -40,7 +40,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dcpfs.checkpointer.choices import OnExisting
-from dcpfs.checkpointer.completeness import check_step, get_if_there
+from dcpfs.checkpointer.completeness import check_step
 from dcpfs.checkpointer.layout import (
     KEYS,
     LATEST_NAME,
@@ -59,6 +59,7 @@ from dcpfs.checkpointer.ownership import (
     require_owner,
     superseded,
 )
+from dcpfs.checkpointer.presence import get_if_there
 from dcpfs.checkpointer.step_files import is_data_file, is_metadata_file, is_own_file
 from dcpfs.checkpointer.step_status import StepState, StepStatus
 from dcpfs.errors import CheckpointError, CheckpointExistsError, ObjectExistsError, StorageError

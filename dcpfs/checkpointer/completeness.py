@@ -36,15 +36,14 @@ from dcpfs.checkpointer.layout import (
     step_name,
 )
 from dcpfs.checkpointer.manifest import decode_manifest
+from dcpfs.checkpointer.presence import get_if_there, size_if_there
 from dcpfs.checkpointer.step_files import is_data_file, is_key, is_metadata_file
 from dcpfs.checkpointer.step_status import StepState, StepStatus
 from dcpfs.checkpointer.verification import FileFault, share_files, verify_step
 from dcpfs.config import Trust
 from dcpfs.errors import (
-    BucketNotFoundError,
     CheckpointError,
     CorruptCheckpointError,
-    ObjectNotFoundError,
     UntrustedDataError,
 )
 from dcpfs.format.index import CheckpointIndex
@@ -60,7 +59,6 @@ __all__ = [
     "check_key_directory",
     "check_step",
     "check_step_at",
-    "get_if_there",
     "segments_of",
     "share_files",
     "verify_step",
@@ -116,16 +114,6 @@ def check_key_directory(store: Store, path: str = "", *, trust: Trust = Trust.AL
     """
     location = store.location.join(path) if path else store.location
     return _Look(store, path, location.redacted, trust, None).judge_key_directory()
-
-
-def get_if_there(store: Store, path: str) -> bytes | None:
-    """An object, or None where there is none. A missing bucket is an error."""
-    try:
-        return store.get(path)
-    except BucketNotFoundError:
-        raise
-    except ObjectNotFoundError:
-        return None
 
 
 def segments_of(location: Location) -> list[str]:
@@ -283,12 +271,7 @@ class _Look:
         return faults
 
     def _size(self, name: str) -> int | None:
-        try:
-            return self._store.head(self._at(name)).size_bytes
-        except BucketNotFoundError:
-            raise
-        except ObjectNotFoundError:
-            return None
+        return size_if_there(self._store, self._at(name))
 
     def _with_faults(self, state: StepState, faults: Sequence[str]) -> StepStatus:
         if not faults:

@@ -28,10 +28,10 @@ from dcpfs.checkpointer.completeness import (
     check_key_directory,
     check_step,
     check_step_at,
-    get_if_there,
     segments_of,
 )
 from dcpfs.checkpointer.layout import LATEST_NAME, MANIFEST_NAME, parse_latest, parse_step_name, step_name
+from dcpfs.checkpointer.presence import get_if_there
 from dcpfs.checkpointer.step_files import is_key
 from dcpfs.config import Trust
 from dcpfs.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError

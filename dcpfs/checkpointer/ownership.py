@@ -28,7 +28,8 @@ import hashlib
 from collections.abc import Sequence
 
 from dcpfs.checkpointer.layout import MANIFEST_NAME, WRITING_NAME, step_name
-from dcpfs.errors import ObjectExistsError, ObjectNotFoundError, SupersededError
+from dcpfs.checkpointer.presence import get_if_there
+from dcpfs.errors import ObjectExistsError, SupersededError
 from dcpfs.storage.store import Buffer, ObjectInfo, Store
 
 __all__ = ["FILE_BLOCK", "first_file_number", "put_owned", "read_owner", "require_owner", "superseded"]
@@ -53,9 +54,8 @@ def read_owner(store: Store, iteration: int) -> str | None:
         store: Opened at ``save_dir``.
         iteration: Of the step.
     """
-    try:
-        content = store.get(f"{step_name(iteration)}/{WRITING_NAME}")
-    except ObjectNotFoundError:
+    content = get_if_there(store, f"{step_name(iteration)}/{WRITING_NAME}")
+    if content is None:
         return None
     return content[:_LONGEST_ID_BYTES].decode("utf-8", "replace").strip()
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from dcpfs.checkpointer.presence import size_if_there
 from dcpfs.checkpointer.step_status import StepStatus
 from dcpfs.config import TransferConfig, Trust
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
@@ -168,13 +169,10 @@ class _Verification:
 
     def _size(self, name: str) -> int | None:
         """Of a file that was not listed; None: it is missing, which is noted."""
-        try:
-            return self._store.head(self._at(name)).size_bytes
-        except BucketNotFoundError:
-            raise
-        except ObjectNotFoundError:
+        size_bytes = size_if_there(self._store, self._at(name))
+        if size_bytes is None:
             self._add(name, "is missing")
-            return None
+        return size_bytes
 
     def _sum_task(
         self, name: str, sums: _Sums, number: int, start: int, size_bytes: int, expected: int
