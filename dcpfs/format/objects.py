@@ -24,7 +24,7 @@ from dcpfs.errors import CheckpointError, CorruptCheckpointError, UnsupportedVal
 from dcpfs.format.archive import ArchiveError, Record, read_directory
 from dcpfs.format.checksum import crc32
 from dcpfs.format.old_file import decode_old_file
-from dcpfs.format.tensor_values import StorageClass, resolve_tensor_value
+from dcpfs.format.tensor_values import check_storage_name, resolve_tensor_value
 from dcpfs.format.unpickling import SafeUnpickler
 
 __all__ = [
@@ -208,34 +208,22 @@ class _Archive:
 
     def load_storage(self, pid: object) -> object:
         """Make the storage that a persistent id names, once."""
-        if (
-            type(pid) is not tuple
-            or len(pid) != 5
-            or pid[0] != "storage"
-            or type(pid[1]) is not StorageClass
-            or type(pid[2]) is not str
-            or type(pid[4]) is not int
-        ):
-            raise UntrustedDataError("reading a value: its pickle holds a storage that torch does not write; refused")
-        kind, name, count = pid[1], pid[2], pid[4]
-        dtype = kind.dtype if kind.dtype is not None else torch.uint8
-        storage = self._storages.get(name)
+        named = check_storage_name(pid)
+        storage = self._storages.get(named.name)
         if storage is None:
-            if f"data/{name}" not in self._records:
+            if f"data/{named.name}" not in self._records:
                 raise CorruptCheckpointError("reading a value: its archive lacks a tensor's data; it is damaged")
             # The bytes are copied twice: torch warns about read-only memory, and its own allocation can be resized.
-            data = bytearray(self.read(f"data/{name}"))
+            data = bytearray(self.read(f"data/{named.name}"))
             tensor = (
                 torch.frombuffer(data, dtype=torch.uint8).clone()
                 if data
                 else torch.empty(0, dtype=torch.uint8, device="cpu")
             )
             storage = tensor.untyped_storage()
-            if self._swapped and kind.dtype is not None:
-                storage.byteswap(kind.dtype)  # type: ignore[no-untyped-call]  # torch has no annotation there
-            self._storages[name] = storage
-        if count * dtype.itemsize != storage.nbytes():
+            if self._swapped and named.dtype is not None:
+                storage.byteswap(named.dtype)  # type: ignore[no-untyped-call]  # torch has no annotation there
+            self._storages[named.name] = storage
+        if named.size_bytes != storage.nbytes():
             raise CorruptCheckpointError("reading a value: the size of a tensor's data is wrong; it is damaged")
-        return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
-            wrap_storage=storage, dtype=dtype, _internal=True
-        )
+        return named.wrap(storage)

@@ -22,7 +22,7 @@ import torch
 
 from dcpfs.errors import CorruptCheckpointError, DcpfsError, UntrustedDataError
 from dcpfs.format.allowlist import Resolver
-from dcpfs.format.tensor_values import StorageClass, resolve_outline, resolve_tensor_value
+from dcpfs.format.tensor_values import check_storage_name, resolve_outline, resolve_tensor_value
 from dcpfs.format.unpickling import SafeUnpickler
 
 __all__ = ["decode_old_file"]
@@ -96,33 +96,17 @@ class _OldFile:
         return value
 
     def _load_storage(self, pid: object) -> object:
-        if (
-            type(pid) is not tuple
-            or len(pid) != 6
-            or pid[0] != "storage"
-            or type(pid[1]) is not StorageClass
-            or type(pid[2]) is not str
-            or type(pid[4]) is not int
-            or pid[4] < 0
-            or pid[5] is not None
-        ):
-            raise UntrustedDataError(f"reading {self._what}: it holds a storage that torch does not write; refused")
-        kind, key, count = pid[1], pid[2], pid[4]
-        dtype = kind.dtype if kind.dtype is not None else torch.uint8
-        if key not in self._storages:
-            self._size_bytes += count * dtype.itemsize
+        named = check_storage_name(pid, what=self._what, further=(None,))
+        if named.name not in self._storages:
+            self._size_bytes += named.size_bytes
             if self._size_bytes > len(self._view):
                 raise self._damaged("its storages are larger than it is")
-            self._storages[key] = (
-                dtype,
-                torch.zeros(count * dtype.itemsize, dtype=torch.uint8, device="cpu").untyped_storage(),
-            )
-        known, storage = self._storages[key]
-        if known is not dtype or storage.nbytes() != count * dtype.itemsize:
+            zeros = torch.zeros(named.size_bytes, dtype=torch.uint8, device="cpu")
+            self._storages[named.name] = (named.element, zeros.untyped_storage())
+        known, storage = self._storages[named.name]
+        if known is not named.element or storage.nbytes() != named.size_bytes:
             raise self._damaged("one storage has two sizes")
-        return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
-            wrap_storage=storage, dtype=dtype, _internal=True
-        )
+        return named.wrap(storage)
 
     def _fill(self, keys: object) -> None:
         """Bring the bytes into the storages."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,14 @@ from dcpfs.errors import CorruptCheckpointError, UntrustedDataError
 from dcpfs.format.allowlist import Global, resolve_value
 from dcpfs.format.tensor_pickle import STORAGE_CLASSES
 
-__all__ = ["StorageClass", "resolve_outline", "resolve_plain_tensor", "resolve_tensor_value"]
+__all__ = [
+    "StorageClass",
+    "StorageName",
+    "check_storage_name",
+    "resolve_outline",
+    "resolve_plain_tensor",
+    "resolve_tensor_value",
+]
 
 _LARGEST_NUMBER = 1 << 62
 
@@ -35,6 +43,62 @@ class StorageClass:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
+
+
+@dataclass(frozen=True)
+class StorageName:
+    """What a pickle calls a storage by.
+
+    Attributes:
+        name: In its file.
+        dtype: Of its elements; None: bytes, that it says nothing of.
+        count: Of elements.
+    """
+
+    name: str
+    dtype: torch.dtype | None
+    count: int
+
+    @property
+    def element(self) -> torch.dtype:
+        """The dtype that its elements are counted in."""
+        return torch.uint8 if self.dtype is None else self.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all its elements."""
+        return self.count * self.element.itemsize
+
+    def wrap(self, storage: torch.UntypedStorage) -> torch.storage.TypedStorage:
+        """The storage as torch's own functions take it."""
+        return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
+            wrap_storage=storage, dtype=self.element, _internal=True
+        )
+
+
+def check_storage_name(pid: object, *, what: str = "a value", further: tuple[object, ...] = ()) -> StorageName:
+    """What a persistent id says, which is ``("storage", class, name, device, count)``.
+
+    Args:
+        pid: What the pickle holds.
+        what: What is read, for errors.
+        further: What follows in the format that is read.
+
+    Raises:
+        UntrustedDataError: torch writes no such thing.
+    """
+    if (
+        type(pid) is not tuple
+        or len(pid) != 5 + len(further)
+        or pid[0] != "storage"
+        or type(pid[1]) is not StorageClass
+        or type(pid[2]) is not str
+        or type(pid[4]) is not int
+        or pid[4] < 0
+        or any(given is not wanted for given, wanted in zip(pid[5:], further, strict=True))
+    ):
+        raise UntrustedDataError(f"reading {what}: its pickle holds a storage that torch does not write; refused")
+    return StorageName(pid[2], pid[1].dtype, pid[4])
 
 
 def _refuse(what: str) -> UntrustedDataError:
