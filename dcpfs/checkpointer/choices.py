@@ -65,14 +65,15 @@ class OnSaveError(Choice):
 class OnProcessLoss(Choice):
     """What becomes of a save when a background process has been lost and none can be started in its place.
 
-    In both cases the next save tries to start one again.
+    In both cases a later save tries to start one again.
     """
 
     RAISE = "raise"
-    """Raises on every rank, and saves nothing."""
+    """Raises on every rank, and saves nothing. The next save tries again."""
     SAVE_IN_CALLER = "save_in_caller"
     """Saves in the caller, which training waits for, with a warning each time. A process that ended while it saved
-    nothing is a warning, too: no save was lost."""
+    nothing is a warning, too: no save was lost. After a start that failed, the next one is tried when twice the seconds
+    have passed that it took, then four times, up to 32 times: one that hangs takes 300 s, which training waits for."""
 
 
 class OnExisting(Choice):

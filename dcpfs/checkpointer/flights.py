@@ -6,7 +6,9 @@ leaves the others in a collective (case 49). Whoever saves can be lost, on one r
 Way taken: each save is a `Flight` that holds its arena until it has landed, which all ranks agree about: at `make_room`
 when there is no arena left, at `settle`, and when there is no memory for one more copy. A crew (who saves) that is lost
 on any rank is spoken of once, on all ranks, and replaced on all, before the next save. Where that fails, it is tried
-again at the save after, and this one is an error, or done by a stand-in where the settings name one.
+again at the save after, and this one is an error, or done by a stand-in where the settings name one. A start that hangs
+takes minutes before it fails, though, and with a stand-in nobody needs it: then pauses between starts grow with what
+those that failed took, so that training waits for them ever less often.
 
 Flow: `make_room` (land; replace the crew) → `submit` (copy; agree; launch) → … → `settle` (land).
 """
@@ -33,6 +35,10 @@ from dcpfs.ranks import Ranks, portable_error
 __all__ = ["Flight", "FlightSaver"]
 
 _logger = logging.getLogger(__name__)
+
+_MOST_DOUBLINGS = 5
+"""Of the pause after a failed start: those take less than a thirtieth of the time, and after one that hangs, for 300 s,
+the next follows within three hours."""
 
 
 class Flight:
@@ -80,6 +86,7 @@ class FlightSaver(abc.ABC):
         max_in_flight: Saves at work at once, each with a copy of the state.
         when_busy: What to do when so many are.
         stand_in: Saves, in the calling thread, while a lost crew can't be replaced; None: such a save fails.
+        clock: Seconds that only go up; measures starts and the pauses between them.
     """
 
     def __init__(
@@ -91,6 +98,7 @@ class FlightSaver(abc.ABC):
         max_in_flight: int = 1,
         when_busy: WhenBusy = WhenBusy.WAIT,
         stand_in: Saver | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._url = url
         self._caller = caller
@@ -100,6 +108,9 @@ class FlightSaver(abc.ABC):
         self._stand_in = stand_in
         self._needs_crew = False
         self._why_none = ""
+        self._clock = clock
+        self._failed_starts = 0
+        self._next_start_seconds = 0.0
         self._last_iteration = 0
 
     # --- what a crew is
@@ -142,25 +153,21 @@ class FlightSaver(abc.ABC):
             if all(outcome.error is None for outcome in outcomes):
                 return outcomes, True
         self._settle(outcomes)
-        if self._needs_crew:
-            try:
-                self._replace_crew()
-            except Exception as error:  # noqa: BLE001 - the same on all ranks; handed over as an outcome
-                if self._stand_in is None or isinstance(error, LostRankError):
-                    outcomes.append(SaveOutcome(iteration, None, error, 0.0))
-                    return outcomes, False
-                self._why_none = str(error)
-            else:
-                self._needs_crew = False
+        if self._needs_crew and not self._waits_to_start():
+            error = self._start_anew()
+            if error is not None and (self._stand_in is None or isinstance(error, LostRankError)):
+                outcomes.append(SaveOutcome(iteration, None, error, 0.0))
+                return outcomes, False
         return outcomes, True
 
     def submit(self, request: SaveRequest) -> list[SaveOutcome]:
         """See `Saver`. Returns when the copies have begun; after a stand-in's save, when that is done."""
         if self._needs_crew and self._stand_in is not None:
             _logger.warning(
-                "iteration %d is saved in the caller, and training waits for it; the next save tries to go back to the "
-                "background: %s",
+                "iteration %d is saved in the caller, and training waits for it; the first save after %.0f s tries to "
+                "go back to the background: %s",
                 request.iteration,
+                max(0.0, self._next_start_seconds - self._clock()),
                 self._why_none,
             )
             return self._stand_in.submit(request)
@@ -241,6 +248,29 @@ class FlightSaver(abc.ABC):
         self._idle.clear()
 
     # --- within
+
+    def _waits_to_start(self) -> bool:
+        """Whether a stand-in saves without a new start, since one failed not long ago. Collective after failures."""
+        if self._stand_in is None or not self._failed_starts:
+            return False
+        (waits,) = self._caller.largest([self._clock() < self._next_start_seconds])  # clocks differ: one is enough
+        return bool(waits)
+
+    def _start_anew(self) -> Exception | None:
+        """Replace the crew; why there is none, the same on all ranks. Collective."""
+        started_seconds = self._clock()
+        try:
+            self._replace_crew()
+        except Exception as error:  # noqa: BLE001 - handed over as an outcome, or a warning
+            self._failed_starts += 1
+            failed_seconds = self._clock()
+            pause_seconds = (failed_seconds - started_seconds) * 2 ** min(self._failed_starts, _MOST_DOUBLINGS)
+            self._next_start_seconds = failed_seconds + pause_seconds
+            self._why_none = str(error)
+            return error
+        self._failed_starts = 0
+        self._needs_crew = False
+        return None
 
     def _settle(self, outcomes: list[SaveOutcome]) -> None:
         """Land everything, and add what became of it; a crew that was lost is spoken of, if nothing did. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
 from collections.abc import Callable, Sequence
@@ -31,6 +32,16 @@ from tests.unit.checkpointer.part_exchange import warnings_of
 T = TypeVar("T")
 
 
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class Crew(FlightSaver):
     """Lands flights when told to."""
 
@@ -44,6 +55,7 @@ class Crew(FlightSaver):
         stand_in: Saver | None = None,
     ):
         self.copier = LateCopier()
+        self.clock = Clock()
         super().__init__(
             "memory://run",
             caller or Ranks(),
@@ -51,12 +63,15 @@ class Crew(FlightSaver):
             max_in_flight=room,
             when_busy=WhenBusy(when_busy),
             stand_in=stand_in,
+            clock=self.clock,
         )
         self.launched: list[tuple[Flight, LocalStep]] = []
         self.lost = ""
         self.crews = 1
         self.dismissed: list[bool] = []
         self.cannot_start: Exception | None = None
+        self.start_seconds = 0.0
+        self.starts: list[float] = []
 
     def _launch(self, flight: Flight, step: LocalStep, *, moves_latest: bool) -> None:
         self.launched.append((flight, step))
@@ -65,6 +80,8 @@ class Crew(FlightSaver):
         return CheckpointError(f"the crew is gone: {self.lost}", rank=self._caller.rank) if self.lost else None
 
     def _replace_crew(self) -> None:
+        self.starts.append(self.clock.now)
+        self.clock.now += self.start_seconds
         if self.cannot_start is not None:
             raise self.cannot_start
         self.crews += 1
@@ -238,6 +255,55 @@ def test_case_53_a_stand_in_saves_for_as_long_as_no_crew_can_be_had(caplog: pyte
     assert not has_room
 
 
+def lost_and_hanging(caller: Ranks | None = None, stand_in: Saver | None = None) -> Crew:
+    """A crew that is gone, and whose starts fail after 300 s."""
+    crew = Crew(caller, stand_in=stand_in)
+    crew.lost = "killed"
+    crew.cannot_start = CheckpointError("it did not start within 300 s")
+    crew.start_seconds = 300.0
+    return crew
+
+
+def save_every(crew: Crew, seconds: float, *, until: float) -> list[str]:
+    """What training with a save every so many seconds hears of its saves."""
+    errors, number = [], 0
+    while crew.clock.now < until:
+        number += 1
+        errors += [str(each.error) for each in crew.save(number) if each.error is not None]
+        crew.clock.now += seconds
+    return errors
+
+
+def test_case_53_starts_that_hang_are_tried_ever_less_often_while_a_stand_in_saves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    notes = Notes()
+    crew = lost_and_hanging(stand_in=notes)
+    assert save_every(crew, 60.0, until=100 * 3600.0) == []
+    assert notes.saved == list(range(1, len(notes.saved) + 1))
+    pauses = [later - earlier - 300.0 for earlier, later in itertools.pairwise(crew.starts)]
+    assert pauses[:6] == [600.0, 1200.0, 2400.0, 4800.0, 9600.0, 9600.0]
+    assert set(pauses[6:]) == {9600.0}
+    assert len(crew.starts) * 300.0 < crew.clock.now / 25
+    assert "the first save after 600 s tries to go back to the background: it did not start" in warnings_of(caplog)
+    crew.cannot_start = None
+    crew.clock.now = crew.starts[-1] + 300.0 + 9600.0
+    assert crew.save(7000) == []
+    assert crew.in_flight == (7000,)
+    crew.land()
+    crew.lost, crew.cannot_start = "killed again", CheckpointError("it did not start within 300 s")
+    first = len(crew.starts)
+    save_every(crew, 60.0, until=crew.clock.now + 1500.0)
+    assert crew.starts[first + 1] - crew.starts[first] == 300.0 + 600.0  # counted from the start that worked
+
+
+def test_case_53_without_a_stand_in_every_save_tries_to_start_a_crew() -> None:
+    crew = lost_and_hanging()
+    errors = save_every(crew, 60.0, until=1800.0)
+    assert len(crew.starts) == 5
+    assert errors.count("it did not start within 300 s") == 5
+
+
 def test_case_68_without_memory_for_a_second_copy_the_first_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     crew = Crew(room=2)
     crew.save(1)
@@ -322,6 +388,19 @@ def test_cases_49_101_both_ranks_raise_the_cause_and_not_its_consequence() -> No
     first, second = pair.run([lambda crew=crew: crew.settle() for crew in crews])  # type: ignore[misc]  # bound at once
     assert isinstance(first[0].error, RankError)
     assert isinstance(second[0].error, OSError)
+
+
+def test_case_53_ranks_whose_clocks_differ_start_together_or_not_at_all() -> None:
+    pair = Pair()
+    notes = [Notes(), Notes()]
+    crews = [lost_and_hanging(PairedRanks.of(pair, rank), notes[rank]) for rank in range(2)]
+    crews[1].start_seconds = 301.0
+    for number, now in enumerate((0.0, 901.0, 1000.0), 1):  # at 901 s one is to wait for 2 s more
+        for crew in crews:
+            crew.clock.now = now
+        pair.run([lambda crew=crew, number=number: crew.save(number) for crew in crews])  # type: ignore[misc]  # bound at once
+    assert [crew.starts for crew in crews] == [[0.0, 1000.0]] * 2
+    assert [each.saved for each in notes] == [[1, 2, 3]] * 2
 
 
 # --- the words of a process
