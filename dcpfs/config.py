@@ -194,7 +194,8 @@ class RetryConfig(FrozenConfig):
     """The same, at most, as long as the store has never answered: a wrong host or port is told in half a minute."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 300.0
     """Total time for one request with all its tries. S3 asks to slow down for minutes at scale;
-    s3fs gives up after about 2 s (s3fs PR #865)."""
+    s3fs gives up after about 2 s (s3fs PR #865). Where a file can only be copied to its name, since the filesystem has
+    no move, the copy gets a second more for every 10 MiB."""
     initial_backoff_seconds: Annotated[float, Field(gt=0)] = 0.25
     """First upper bound of the random wait; it doubles each time (full jitter)."""
     max_backoff_seconds: Annotated[float, Field(gt=0)] = 20.0

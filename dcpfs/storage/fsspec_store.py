@@ -5,11 +5,11 @@ Problem: what fsspec offers is made for people at a prompt: names are globs, lis
 and buckets, and an instance that went through a fork hangs.
 
 Way taken: only calls that take a name literally, one object each, on an instance that this process opened
-itself and opens anew after a fork, when credentials expired, or when a call did not come back. Every call runs
-under the one `RetryPolicy`, within its deadline (`dcpfs.storage.bounded_calls`: many clients have no time-out),
-and every exception becomes an error of dcpfs. How an object gets under its name is the business of
-`dcpfs.storage.fsspec_sink`; what a filesystem can do, that of `dcpfs.storage.filesystems`. On ``memory://``
-bytes move between its buffers and the caller's directly.
+itself and opens anew after a fork, when credentials expired, or when a call did not come back
+(`dcpfs.storage.fsspec_connection`). Every call runs under the one `RetryPolicy`, within its deadline, and every
+exception becomes an error of dcpfs. How an object gets under its name is the business of
+`dcpfs.storage.fsspec_sink` and `dcpfs.storage.fsspec_writing`; what a filesystem can do, that of
+`dcpfs.storage.filesystems`. On ``memory://`` bytes move between its buffers and the caller's directly.
 
 Flow: ``FsspecStore(location)`` looks up the class, so that a missing package shows at once → the first verb
 opens the filesystem → each verb: attempt, translate, wait, attempt.
@@ -18,13 +18,11 @@ opens the filesystem → each verb: attempt, translate, wait, attempt.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from dcpfs.config import RetryConfig, TransferConfig
 from dcpfs.errors import (
@@ -33,15 +31,13 @@ from dcpfs.errors import (
     DcpfsError,
     ObjectExistsError,
     ObjectNotFoundError,
-    StorageError,
     TransferSizeError,
     UnsupportedOperationError,
 )
-from dcpfs.storage.bounded_calls import CallThreads, CallTimeoutError, in_bounded_call
 from dcpfs.storage.capabilities import Capabilities
-from dcpfs.storage.filesystems import OpenFilesystem, Publishing, open_filesystem, overrides, traits_of, uncached
+from dcpfs.storage.filesystems import OpenFilesystem, Publishing, overrides, traits_of, uncached
+from dcpfs.storage.fsspec_connection import FsspecConnection
 from dcpfs.storage.fsspec_sink import (
-    FileWriter,
     MemoryFileLike,
     MemorySink,
     PartLedger,
@@ -49,17 +45,15 @@ from dcpfs.storage.fsspec_sink import (
     WholeSink,
     as_bytes_view,
     copy_bytes,
-    discard_file,
     parts_of,
     slices_of,
-    temporary_name,
     write_all,
 )
+from dcpfs.storage.fsspec_writing import FsspecWriting, check_written
 from dcpfs.storage.literal_calls import (
-    disconnect,
+    describe_file,
     fill,
     list_directory,
-    move_file,
     object_info,
     open_unbuffered,
     quote_marks,
@@ -81,9 +75,6 @@ _T = TypeVar("_T")
 _DELETE_THREADS = 8
 _DIRECTORY_FAULTS = frozenset({Fault.OTHER, Fault.UNSUPPORTED})
 _WEB = frozenset({"http", "https"})
-_ONE_CONNECTION = frozenset({"ftp", "ftps", "sftp", "smb", "ssh"})
-_PARENTS: list[OpenFilesystem] = []
-"""In a forked child, what its parent opened: kept, since the end of some (sshfs) hangs up the parent's line."""
 _DAV = frozenset({"dav", "webdav", "webdavs"})
 
 
@@ -95,7 +86,7 @@ class FsspecStore:
         transfer: Part size.
         retry: Attempts and deadline. A filesystem's own retries come below and are counted as one attempt. A call
             that does not come back ends half-way to the deadline, or after ``read_timeout_seconds`` where that is
-            longer, and is tried again on a new connection.
+            longer, and is tried again on a new connection; a copy in place of a move gets more, by its size.
 
     Raises:
         ConfigError: The scheme is unknown, or the URL holds a character that its client takes for syntax.
@@ -114,10 +105,7 @@ class FsspecStore:
         self._plain = uncached(location)
         self._check_characters("open", self._plain.path, self._location.redacted)
         self._made: set[str] = set()
-        self._generation = 0
-        self._stalls = 0
-        self._opened: OpenFilesystem | None = None
-        self._start_in_this_process()
+        self._connection = FsspecConnection(location, self._traits, self._retry)
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(FsspecStore, transfer=self._transfer, retry=self._retry), (self._location,)
@@ -232,14 +220,7 @@ class FsspecStore:
 
     def head(self, path: str) -> ObjectInfo:
         """Describe an object, never from a cache."""
-        return self._run("describe", path, partial(self._head, path=path))
-
-    def _head(self, fs: AbstractFileSystem, name: str, *, path: str) -> ObjectInfo:
-        fs.invalidate_cache()
-        details = fs.info(name)
-        if details.get("type") == "directory":
-            raise FileNotFoundError(f"{path!r} is a directory")
-        return object_info(path, details)
+        return self._run("describe", path, lambda fs, name: describe_file(fs, name, path))
 
     def exists(self, path: str) -> bool:
         """True when there is such an object; a missing bucket is an error."""
@@ -289,14 +270,14 @@ class FsspecStore:
         return self._put(path, only if isinstance(only, bytes) else b"".join(buffers))
 
     def _put(self, path: str, content: bytes) -> ObjectInfo:
-        begun: list[_Writing] = []
+        begun: list[FsspecWriting] = []
 
         def attempt(fs: AbstractFileSystem, name: str) -> ObjectInfo:
             whole_put = overrides(type(fs), "pipe_file") or overrides(type(fs), "_pipe_file")
             if self._traits.publishing is not Publishing.MOVE and whole_put:
                 fs.pipe_file(name, content)
-                return self._published(fs, name, path, len(content))
-            writing = _Writing(self, path, len(content))
+                return check_written(fs, name, path, self._target(path), len(content))
+            writing = self._writing(path, len(content))
             begun.append(writing)
             file = writing.open(fs, name)
             try:
@@ -312,7 +293,8 @@ class FsspecStore:
             return found
 
         try:
-            return self._run("write", path, attempt)
+            extra_seconds = self._writing(path, len(content)).extra_seconds
+            return self._run("write", path, attempt, extra_seconds=extra_seconds)
         finally:
             # Not within the attempt: its connection may be gone.
             for writing in begun:
@@ -332,14 +314,21 @@ class FsspecStore:
             return self._run("write", path, lambda fs, name: self._memory_sink(fs, name, path, parts))
         if len(parts.ranges) == 1:
             return WholeSink(parts, lambda content: self._put(path, content))
-        writing = _Writing(self, path, size_bytes)
+        writing = self._writing(path, size_bytes)
         return StreamSink(
             parts,
             open_file=lambda: self._run("write", path, writing.open),
             guard=lambda call: self._once("write", path, call),
-            publish=lambda: self._run("write", path, lambda fs, _name: writing.publish(fs)),
+            publish=lambda: self._run(
+                "write", path, lambda fs, _name: writing.publish(fs), extra_seconds=writing.extra_seconds
+            ),
             drop_file=writing.drop_file,
             discard=writing.discard,
+        )
+
+    def _writing(self, path: str, size_bytes: int) -> FsspecWriting:
+        return FsspecWriting(
+            self._connection, self._traits.publishing, self._made, path, self._target(path), size_bytes
         )
 
     def _memory_sink(self, fs: AbstractFileSystem, name: str, path: str, parts: PartLedger) -> Sink:
@@ -349,18 +338,6 @@ class FsspecStore:
             raise IsADirectoryError(f"{path!r} is a directory")
         # Bytes that nobody else refers to are taken over as the buffer, and fresh pages are not touched twice.
         return MemorySink(parts, lambda size: MemoryFile(fs, name, bytes(size)), lambda: self.head(path))
-
-    def _published(self, fs: AbstractFileSystem, name: str, path: str, size_bytes: int) -> ObjectInfo:
-        """Describe an object that was just written, or remove it when it is not what was sent."""
-        found = self._head(fs, name, path=path)
-        if found.size_bytes != size_bytes:
-            with contextlib.suppress(Exception):  # the wrong size is what the caller must hear of
-                fs.rm_file(name)
-            raise TransferSizeError(
-                f"Can't write {self._target(path)}: {size_bytes} bytes were sent and {found.size_bytes} are stored; "
-                "check the endpoint's checksum settings"
-            )
-        return found
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete objects, a request each, several in flight on a remote store."""
@@ -391,19 +368,16 @@ class FsspecStore:
 
     def _prune(self, directories: set[str]) -> None:
         """Remove directories that hold nothing any more: on an object store they would not be there either."""
-        opened, _ = self._filesystem()
+        opened = self._connection.filesystem()
         for deepest in sorted(directories, key=len, reverse=True):
             directory = deepest
             while directory:
                 name = self._name(opened, directory)
                 self._made.discard(name)
                 try:
-                    with self._turn():
-                        self._call(
-                            partial(remove_directory, opened.filesystem, name),
-                            what=f"remove {self._target(directory)}",
-                            limit_seconds=self._retry.deadline_seconds,
-                        )
+                    self._connection.once(
+                        f"remove {self._target(directory)}", partial(remove_directory, opened.filesystem, name)
+                    )
                 except Exception:  # noqa: BLE001 - it holds something, somebody was faster, or it can't be done
                     break
                 directory = directory.rpartition("/")[0]
@@ -411,148 +385,38 @@ class FsspecStore:
     def close(self) -> None:
         """Let the filesystem go. Idempotent."""
         self._closed.set()
-        self._opened = None
+        self._connection.close()
 
     # -- one attempt after another
 
-    def _run(self, verb: str, path: str, action: Callable[[AbstractFileSystem, str], _T]) -> _T:
+    def _run(
+        self,
+        verb: str,
+        path: str,
+        action: Callable[[AbstractFileSystem, str], _T],
+        *,
+        extra_seconds: Callable[[OpenFilesystem], float] | None = None,
+    ) -> _T:
         """Run an action on the filesystem and the full name of a path, under the retry policy."""
         self._check_path(verb, path)
-        deadline = time.monotonic() + self._retry.deadline_seconds
-        generation = 0
+        target = self._target(path)
+        attempts = self._connection.attempts(f"{verb} {target}", extra_seconds)
 
         def attempt() -> _T:
-            nonlocal deadline, generation
-            asked_seconds = time.monotonic()
-            # Not before it is this call's turn: the one before may have lost the connection.
-            with self._turn():
-                deadline += time.monotonic() - asked_seconds  # others' time, which their own limits bound
-                opened, generation = self._filesystem()
-                name = self._name(opened, path)
-                try:
-                    return self._call(
-                        lambda: action(opened.filesystem, name),
-                        what=f"{verb} {self._target(path)}",
-                        limit_seconds=self._limit_seconds(deadline),
-                    )
-                except Exception as error:
-                    self._hang_up(error, opened, generation)
-                    raise
+            return attempts.make(lambda opened: action(opened.filesystem, self._name(opened, path)))
 
-        return self._policy.run(
-            attempt,
-            verb=verb,
-            target=self._target(path),
-            refresh=lambda: self._renew(generation),
-            scrub=self._location.scrub,
-        )
+        return self._policy.run(attempt, verb=verb, target=target, refresh=attempts.renew, scrub=self._location.scrub)
 
     def _once(self, verb: str, path: str, call: Callable[[], _T]) -> _T:
         """Run a call that can't be repeated."""
-        opened, generation = self._opened, self._generation
-        what = f"{verb} {self._target(path)}"
+        target = self._target(path)
         try:
-            with self._turn():
-                try:
-                    return self._call(call, what=what, limit_seconds=self._retry.deadline_seconds)
-                except Exception as error:
-                    if opened is not None:
-                        self._hang_up(error, opened, generation)
-                    raise
+            return self._connection.once(f"{verb} {target}", call)
         except DcpfsError:
             raise
         except Exception as error:  # noqa: BLE001 - raised again as what it means
-            self._raise(error, verb, path)
-
-    def _tidy(self, what: str, call: Callable[[], object]) -> None:
-        """Run a call whose failure nobody needs to hear of: what failed before it is on its way."""
-        with contextlib.suppress(Exception), self._turn():
-            self._call(call, what=what, limit_seconds=self._retry.connect_timeout_seconds)
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One call at a time where it has to be."""
-        if self._pid != os.getpid():
-            self._start_in_this_process()
-        if not self._traits.serial or in_bounded_call():
-            yield
-            return
-        stalls = self._stalls
-        with self._serial:
-            if stalls != self._stalls:
-                raise TimeoutError("the server stopped answering while this call waited for its turn")
-            yield
-
-    def _call(self, call: Callable[[], _T], *, what: str, limit_seconds: float) -> _T:
-        """Run a call of the filesystem, which ends in time where a server is asked."""
-        if not self._traits.remote or in_bounded_call():
-            return call()
-        return self._bounded(call, what=what, limit_seconds=limit_seconds)
-
-    def _bounded(self, call: Callable[[], _T], *, what: str, limit_seconds: float) -> _T:
-        try:
-            return self._threads.run(call, limit_seconds=limit_seconds, what=what)
-        except CallTimeoutError:
-            self._stalls += 1
-            raise
-
-    def _limit_seconds(self, deadline: float) -> float:
-        """How long a call may take: so long that a second one still can help."""
-        left = max(deadline - time.monotonic(), 0.001)
-        return max(left / 2, min(left, self._retry.read_timeout_seconds))
-
-    def _raise(self, error: Exception, verb: str, path: str) -> NoReturn:
-        failure = classify(error, verb=verb, target=self._target(path), scrub=self._location.scrub)
-        raise failure.error from failure.error.__cause__
-
-    def _start_in_this_process(self) -> None:
-        # A lock that was held as the process forked stays held in the child, and threads and sockets are the parent's.
-        if self._opened is not None:
-            _PARENTS.append(self._opened)
-        self._opening, self._serial, self._threads = threading.Lock(), threading.Lock(), CallThreads()
-        self._opened, self._pid = None, os.getpid()
-
-    def _filesystem(self) -> tuple[OpenFilesystem, int]:
-        """The filesystem of this process, and which one after how many renewals it is."""
-        if self._pid != os.getpid():
-            self._start_in_this_process()
-        opened = self._opened
-        if opened is not None:
-            return opened, self._generation
-        stalls = self._stalls
-        with self._opening:
-            if self._closed.is_set():
-                raise StorageError(f"Can't use {self._location}: this store was closed")
-            if self._opened is None:
-                if stalls != self._stalls:
-                    raise TimeoutError("the server stopped answering while this call waited for a connection")
-                self._opened = self._open()
-            return self._opened, self._generation
-
-    def _open(self) -> OpenFilesystem:
-        if not self._traits.remote:
-            return open_filesystem(self._location)
-        retry = self._retry
-        return self._bounded(
-            partial(open_filesystem, self._location),
-            what=f"open {self._location.redacted}",
-            limit_seconds=min(retry.connect_timeout_seconds + retry.read_timeout_seconds, retry.deadline_seconds),
-        )
-
-    def _renew(self, generation: int) -> None:
-        """Let go of the filesystem whose credentials expired, unless another thread was faster."""
-        with self._opening:
-            if generation == self._generation:
-                self._generation += 1
-                self._opened = None
-
-    def _hang_up(self, error: Exception, opened: OpenFilesystem, generation: int) -> None:
-        """After a failure of the one connection that some filesystems have: they never open another."""
-        stalled = isinstance(error, CallTimeoutError)
-        if stalled:
-            disconnect(opened.filesystem)
-        if stalled or (self._plain.scheme in _ONE_CONNECTION and fault_of(error) is Fault.TRANSIENT):
-            self._renew(generation)
+            failure = classify(error, verb=verb, target=target, scrub=self._location.scrub)
+            raise failure.error from failure.error.__cause__
 
     def _name(self, opened: OpenFilesystem, path: str) -> str:
         if not path:
@@ -588,78 +452,6 @@ class FsspecStore:
                 f"Can't {verb} {self._target(path)}: {self._location.scheme}:// is read-only here; "
                 "save to a store that can be written"
             )
-
-
-class _Writing:
-    """One object on its way: where its bytes go and how they get under its name."""
-
-    def __init__(self, store: FsspecStore, path: str, size_bytes: int) -> None:
-        self._store = store
-        self._path = path
-        self._size_bytes = size_bytes
-        self._moves = store._traits.publishing is Publishing.MOVE
-        self._name = ""
-        self._own_name = ""
-        self._move_asked = False
-
-    def open(self, fs: AbstractFileSystem, name: str) -> FileWriter:
-        """Open the file object; in a directory tree, make the directories first."""
-        self._name = name
-        self._own_name = temporary_name(name) if self._moves else name
-        if self._moves:
-            directory = name.rpartition("/")[0]
-            if directory and directory not in self._store._made:
-                self._make(fs, directory)
-            try:
-                return cast("FileWriter", fs.open(self._own_name, "wb"))
-            except FileNotFoundError:
-                # Somebody removed the directory since, because it was empty.
-                self._make(fs, directory)
-        return cast("FileWriter", fs.open(self._own_name, "wb"))
-
-    def _make(self, fs: AbstractFileSystem, directory: str) -> None:
-        with contextlib.suppress(FileExistsError):
-            fs.makedirs(directory, exist_ok=True)
-        self._store._made.add(directory)
-
-    def publish(self, fs: AbstractFileSystem) -> ObjectInfo:
-        """After the close: check the size, move the file to its name, and look whether it is there."""
-        try:
-            found = self._store._published(fs, self._own_name, self._path, self._size_bytes)
-        except FileNotFoundError:
-            if not self._move_asked:
-                raise
-            # An attempt before this one has moved it, and its answer, or that to what followed, was lost.
-            return self._moved(fs)
-        if not self._moves:
-            return found
-        self._move_asked = True
-        move_file(fs, self._own_name, self._name)
-        return self._moved(fs)
-
-    def _moved(self, fs: AbstractFileSystem) -> ObjectInfo:
-        try:
-            return self._store._published(fs, self._name, self._path, self._size_bytes)
-        except FileNotFoundError:
-            raise StorageError(
-                f"Can't write {self._store._target(self._path)}: it was moved to its name and is not there; choose "
-                "a name without characters that the server takes for syntax"
-            ) from None
-
-    def drop_file(self, file: FileWriter) -> None:
-        """Get rid of the file object: under a temporary name it may be closed."""
-        drop = file.close if self._moves else partial(discard_file, file)
-        self._store._tidy(f"give up writing {self._store._target(self._path)}", drop)
-
-    def discard(self) -> None:
-        """Remove a file with a temporary name, on a new connection where that of the write is gone."""
-        if not self._moves or not self._own_name:
-            return
-        with contextlib.suppress(Exception):
-            # Nothing may be there, and what failed before is what the caller must hear of.
-            opened, _ = self._store._filesystem()
-            remove = partial(opened.filesystem.rm_file, self._own_name)
-            self._store._tidy(f"tidy up after {self._store._target(self._path)}", remove)
 
 
 @contextlib.contextmanager

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Readable",
+    "copies_to_move",
+    "describe_file",
     "disconnect",
     "fill",
     "list_directory",
@@ -84,20 +86,44 @@ def move_file(fs: AbstractFileSystem, source: str, target: str) -> None:
         # Its own mv lists, expands and copies; its client moves in one request.
         fs.client.move(source, target, overwrite=True)
         return
-    for name in ("mv_file", "mv"):
-        if overrides(type(fs), name) or overrides(type(fs), f"_{name}"):
-            move = getattr(fs, name)
-            try:
-                move(source, target)
-            except Exception as error:
-                if fault_of(error) is not Fault.EXISTS:
-                    raise
-                # A filesystem whose move replaces nothing.
-                fs.rm_file(target)
-                move(source, target)
-            return
-    fs.cp_file(source, target)
-    fs.rm_file(source)
+    own = _own_move(fs)
+    if not own:
+        fs.cp_file(source, target)
+        fs.rm_file(source)
+        return
+    move = getattr(fs, own)
+    try:
+        move(source, target)
+    except Exception as error:
+        if fault_of(error) is not Fault.EXISTS:
+            raise
+        # A filesystem whose move replaces nothing.
+        fs.rm_file(target)
+        move(source, target)
+
+
+def copies_to_move(fs: AbstractFileSystem) -> bool:
+    """True when `move_file` copies all bytes, which takes as long as the file is large."""
+    return not _is_dav(fs) and not _own_move(fs)
+
+
+def _own_move(fs: AbstractFileSystem) -> str:
+    """The name of the filesystem's own move, or ""."""
+    kind = type(fs)
+    return next((name for name in ("mv_file", "mv") if overrides(kind, name) or overrides(kind, f"_{name}")), "")
+
+
+def describe_file(fs: AbstractFileSystem, name: str, path: str) -> ObjectInfo:
+    """Describe a file, never from a cache.
+
+    Raises:
+        FileNotFoundError: There is none, or a directory.
+    """
+    fs.invalidate_cache()
+    details = fs.info(name)
+    if details.get("type") == "directory":
+        raise FileNotFoundError(f"{path!r} is a directory")
+    return object_info(path, details)
 
 
 def remove_directory(fs: AbstractFileSystem, name: str) -> None:

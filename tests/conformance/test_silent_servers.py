@@ -21,12 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+from fsspec import AbstractFileSystem, register_implementation
 
 from dcpfs.config import RetryConfig, TransferConfig
 from dcpfs.errors import MissingBackendError, StorageError
-from dcpfs.storage import fsspec_store
+from dcpfs.storage import fsspec_connection, fsspec_writing
+from dcpfs.storage.filesystems import OpenFilesystem, open_filesystem
 from dcpfs.storage.fsspec_store import FsspecStore
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
@@ -129,7 +132,8 @@ def test_one_store_goes_on_after_a_silence(relay: SilentRelay, place: Location) 
         reading = [pool.submit(store.get, "object") for _ in range(2)]
         # Somebody must have given up on a call before the server speaks again.
         deadline = time.monotonic() + BOUND_SECONDS * 3
-        while not store._stalls and not store._generation and not any(one.done() for one in reading):
+        connection = store._connection
+        while not connection.stalls and not connection.generation and not any(one.done() for one in reading):
             assert time.monotonic() < deadline
             threading.Event().wait(0.05)
         relay.speak_again()
@@ -191,12 +195,12 @@ def test_a_client_without_time_outs_is_left_behind_and_said(
         with caplog.at_level(logging.WARNING), pytest.raises(StorageError, match=r"no answer within .* s") as caught:
             store.head("object")
         assert "attempts in" in str(caught.value)
-        left = store._threads.left_behind
+        left = store._connection.left_behind
         assert left >= 1
         assert caplog.text.count("it is left behind with its thread") == left
         answered.set()
         deadline = time.monotonic() + BOUND_SECONDS
-        while store._threads.left_behind:
+        while store._connection.left_behind:
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
         assert store.head("object").size_bytes == 1
@@ -221,7 +225,7 @@ def test_what_comes_too_late_does_not_reach_the_callers_memory(monkeypatch: pyte
         answered.set()
         assert came.wait(BOUND_SECONDS)
         deadline = time.monotonic() + BOUND_SECONDS
-        while store._threads.left_behind:
+        while store._connection.left_behind:
             assert time.monotonic() < deadline
             threading.Event().wait(0.01)
         assert target == bytes(1000)
@@ -229,7 +233,7 @@ def test_what_comes_too_late_does_not_reach_the_callers_memory(monkeypatch: pyte
 
 def _one_at_a_time(retry: RetryConfig) -> FsspecStore:
     store = FsspecStore(Location("dummytree:///run"), retry=retry)
-    store._traits = replace(store._traits, serial=True)
+    store._connection._traits = replace(store._traits, serial=True)
     return store
 
 
@@ -247,15 +251,16 @@ def test_a_wait_for_the_turn_is_not_taken_from_a_calls_own_time(monkeypatch: pyt
     with registered_dummies():
         store = _one_at_a_time(PATIENT)
         store.put("object", [b"x"])
-        run = store._threads.run
+        here = store._connection._here()
+        run = here.threads.run
 
         def noted(call: Callable[[], object], *, limit_seconds: float, what: str) -> object:
             limits.append(limit_seconds)
             return run(call, limit_seconds=limit_seconds, what=what)
 
-        monkeypatch.setattr(store, "_serial", LongQueue())
-        monkeypatch.setattr(store._threads, "run", noted)
-        monkeypatch.setattr(fsspec_store, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(here, "serial", LongQueue())
+        monkeypatch.setattr(here.threads, "run", noted)
+        monkeypatch.setattr(fsspec_connection, "time", SimpleNamespace(monotonic=lambda: now[0]))
         assert store.get("object") == b"x"
     assert limits
     assert min(limits) >= PATIENT.deadline_seconds / 2
@@ -281,17 +286,82 @@ def test_case_80_a_process_forked_in_the_middle_of_anothers_turn_has_turns_of_it
         monkeypatch.setattr(DummyTree, "info", waits)
         turn = pool.submit(store.head, "slow")
         assert entered.wait(BOUND_SECONDS)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads is what is tested
-            child = os.fork()
-        if child == 0:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(int(BOUND_SECONDS))
-            try:
-                os._exit(0 if store.head("object").size_bytes == 1 else 1)
-            finally:
-                os._exit(2)
-        _, status = os.waitpid(child, 0)
+        status = _status_of_fork(lambda: store.head("object").size_bytes == 1)
         leave.set()
         assert turn.result(BOUND_SECONDS).size_bytes == 1
     assert status == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_threads_of_a_forked_child_that_ask_at_once_share_one_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+    opened: list[OpenFilesystem] = []
+    begin = fsspec_connection._InProcess
+
+    def begin_together() -> fsspec_connection._InProcess:
+        both.wait(BOUND_SECONDS)
+        return begin()
+
+    def note(location: Location) -> OpenFilesystem:
+        opened.append(open_filesystem(location))
+        return opened[-1]
+
+    def ask_at_once() -> bool:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(store.head, ["object"] * 2))
+        parents = [kept.opened for kept in fsspec_connection._PARENTS]
+        return [info.size_bytes for info in found] == [1, 1] and len(opened) == 1 and parents == [held]
+
+    with registered_dummies():
+        store = FsspecStore(Location("dummytree:///run"), retry=PATIENT)
+        store.put("object", [b"x"])
+        held = store._connection.filesystem()
+        monkeypatch.setattr(fsspec_connection, "_PARENTS", [])
+        monkeypatch.setattr(fsspec_connection, "_InProcess", begin_together)
+        monkeypatch.setattr(fsspec_connection, "open_filesystem", note)
+        assert _status_of_fork(ask_at_once) == 0
+
+
+def _status_of_fork(check: Callable[[], bool]) -> int:
+    """How a forked child ends that checks something: 0 where it holds."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads is what is tested
+        child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(BOUND_SECONDS))
+        try:
+            os._exit(0 if check() else 1)
+        finally:
+            os._exit(2)
+    return os.waitpid(child, 0)[1]
+
+
+class CopyTree(DummyTree):
+    """A tree whose client has no move, and whose copies take longer than a call may."""
+
+    protocol = "copytree"
+    copies: ClassVar[list[str]] = []
+    mv = AbstractFileSystem.mv
+
+    def cp_file(self, path1: str, path2: str, **_: object) -> None:
+        self.copies.append(path2)
+        self.files[path2] = self.files[path1][:1000]
+        threading.Event().wait(IMPATIENT.deadline_seconds * 3 / 4)
+        self.files[path2] = self.files[path1]
+
+
+@pytest.mark.parametrize("size_bytes", [50_000, 200_000], ids=["in one call", "part by part"])
+def test_a_copy_in_place_of_a_move_gets_time_for_its_size(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
+    monkeypatch.setattr(fsspec_writing, "_COPIED_BYTES_PER_SECOND", 1000)
+    CopyTree.copies.clear()
+    with registered_dummies():
+        register_implementation("copytree", CopyTree, clobber=True)
+        store = FsspecStore(Location("copytree:///run"), transfer=SMALL_PARTS, retry=IMPATIENT)
+        sink = store.open_sink("object", size_bytes)
+        write_parts(sink, pattern(size_bytes))
+        assert sink.commit().size_bytes == size_bytes
+        assert store.get("object") == pattern(size_bytes)
+        assert [info.path for info in store.list()] == ["object"]
+    assert CopyTree.copies == ["/run/object"]
+    assert store._connection.stalls == 0

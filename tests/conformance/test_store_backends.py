@@ -207,7 +207,7 @@ def test_a_connection_that_was_lost_is_made_anew(kind: type[LoopbackServer]) -> 
         store = open_store(Location(server.url("run"), server.storage_options), retry=QUICK)
         assert isinstance(store, FsspecStore)
         store.put("object", [b"content"])
-        filesystem = store._filesystem()[0].filesystem
+        filesystem = store._connection.filesystem().filesystem
         if kind is FtpServer:
             filesystem.ftp.sock.shutdown(socket.SHUT_RDWR)
         else:
