@@ -96,109 +96,164 @@ class RetryPolicy:
             StorageTimeoutError: Another attempt might have helped, but the deadline would have passed.
         """
         started_seconds = self._clock()
-        failed: list[Exception] = []
         try:
             # Nearly always the only attempt: what more of them need is not made before.
             result = operation()
         except MemoryError:
             raise
         except Exception as exception:  # noqa: BLE001 - handed over as what it means
-            failed.append(exception)
+            request = _Request(self, verb, target, scrub, started_seconds, exception)
         else:
             self._answered = True
             return result
-        attempts = 0
-        renewals = 0
+        return request.go_on(operation, refresh)
 
-        def attempt() -> _T:
-            nonlocal attempts, renewals
-            if attempts and self._cancelled.is_set():
-                fail(last)
-            while True:
-                attempts += 1
-                try:
-                    if failed:
-                        raise failed.pop()
-                    result = operation()
-                except MemoryError:
-                    raise
-                except Exception as exception:  # noqa: BLE001 - handed over as what it means
-                    self._answered = self._answered or has_answered(exception)
-                    failure = classify(exception, verb=verb, target=target, scrub=scrub)
-                else:
-                    self._answered = True
-                    return result
-                if failure.kind is FailureKind.EXPIRED_CREDENTIALS and refresh is not None and not renewals:
-                    renewals += 1
-                    logger.warning("Credentials expired; renewing them to %s %s", verb, target)
-                    refresh()
-                    continue
-                if failure.kind in _REPEATED:
-                    raise _RepeatableError(failure)
-                fail(failure)
+    # --- what its requests share
 
-        def fail(failure: Classified, *, out_of_time: bool = False) -> NoReturn:
-            error, cause = failure.error, failure.error.__cause__
-            if attempts > 1 or failure.kind in _REPEATED:
-                count = f"{attempts} attempt{'s' if attempts > 1 else ''}"
-                error = _extended(error, f"({count} in {self._clock() - started_seconds:.1f} s)", out_of_time)
-            raise error from cause
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nothing is to be tried again."""
+        return self._cancelled.is_set()
 
-        def wait(state: tenacity.RetryCallState) -> float:
-            return self._backoff(state) + (_failure(state).retry_after_seconds or 0.0)
+    @property
+    def most_attempts(self) -> int:
+        """Of a request, by what is known of the store."""
+        config = self._config
+        return config.attempts if self._answered else min(config.attempts, config.first_contact_attempts)
 
-        def out_of_time(state: tenacity.RetryCallState) -> bool:
-            elapsed_seconds = self._clock() - started_seconds
-            return elapsed_seconds + state.upcoming_sleep >= self._config.deadline_seconds
+    def note_answer(self) -> None:
+        """The store is there."""
+        self._answered = True
 
-        def most_attempts() -> int:
-            config = self._config
-            return config.attempts if self._answered else min(config.attempts, config.first_contact_attempts)
+    def now(self) -> float:
+        """Seconds that only go up."""
+        return self._clock()
 
-        timed_out = False
+    def sleep(self, seconds: float) -> None:
+        """Wait, at most until it is cancelled."""
+        self._sleep(seconds)
 
-        def stop(state: tenacity.RetryCallState) -> bool:
-            nonlocal timed_out
-            if state.attempt_number >= most_attempts() or self._cancelled.is_set():
-                return True
-            timed_out = out_of_time(state)
-            return timed_out
+    def backoff_seconds(self, state: tenacity.RetryCallState) -> float:
+        """A random wait, whose bound doubles with each attempt."""
+        return self._backoff(state)
 
-        def give_up(state: tenacity.RetryCallState) -> NoReturn:
-            fail(_failure(state), out_of_time=timed_out)  # asked again, another call may have changed the answer
 
-        last = Classified(StorageError(f"Can't {verb} {target}"), FailureKind.TRANSIENT)
+class _Request:
+    """One request whose first attempt has failed. One thread; used once. See `RetryPolicy.run`.
 
-        def announce(state: tenacity.RetryCallState) -> None:
-            nonlocal last
-            last = _failure(state)
-            level = logging.DEBUG if state.attempt_number <= _QUIET_ATTEMPTS else logging.WARNING
-            logger.log(
-                level,
-                "%s; attempt %d of %d failed, the next follows in %.1f s",
-                last.error,
-                state.attempt_number,
-                most_attempts(),
-                state.upcoming_sleep,
-            )
+    It stays until the collector comes to it, since tenacity's loop is a circle that holds it: so it keeps neither what
+    is run, which may hold a whole training state, nor an exception, whose traceback leads there (`_let_go`).
+    """
 
-        def sleep(seconds: float) -> None:
-            self._sleep(seconds)
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        verb: str,
+        target: str,
+        scrub: Callable[[str], str],
+        started_seconds: float,
+        failed: Exception,
+    ) -> None:
+        self._policy = policy
+        self._verb = verb
+        self._target = target
+        self._scrub = scrub
+        self._started_seconds = started_seconds
+        self._failed = [failed]
+        self._attempts = 0
+        self._timed_out = False
+        self._has_renewed = False
+        self._last = self._unknown_failure()
 
-        retrying = tenacity.Retrying(
-            sleep=sleep,
-            stop=stop,
-            wait=wait,
-            retry=tenacity.retry_if_exception_type(_RepeatableError),
-            before_sleep=announce,
-            retry_error_callback=give_up,
-        )
+    def go_on(self, operation: Callable[[], _T], refresh: Callable[[], object] | None) -> _T:
+        """Try again until it succeeds, can't, or time is up."""
         try:
-            return retrying(attempt)
+            result: _T = self._loop()(self._attempt, operation, refresh)
+            return result
         except BaseException as error:
-            last = Classified(StorageError(f"Can't {verb} {target}"), FailureKind.TRANSIENT)
             _let_go(error)
             raise
+        finally:
+            self._last = self._unknown_failure()
+
+    def _loop(self) -> tenacity.Retrying:
+        return tenacity.Retrying(
+            sleep=self._policy.sleep,
+            stop=self._stop,
+            wait=self._wait,
+            retry=tenacity.retry_if_exception_type(_RepeatableError),
+            before_sleep=self._announce,
+            retry_error_callback=self._give_up,
+        )
+
+    def _attempt(self, operation: Callable[[], _T], refresh: Callable[[], object] | None) -> _T:
+        """One attempt, and a second one with renewed credentials. The first has been made: it is only judged."""
+        if self._attempts and self._policy.is_cancelled:
+            self._fail(self._last)
+        while True:
+            self._attempts += 1
+            try:
+                if self._failed:
+                    raise self._failed.pop()
+                result = operation()
+            except MemoryError:
+                raise
+            except Exception as exception:  # noqa: BLE001 - handed over as what it means
+                if has_answered(exception):
+                    self._policy.note_answer()
+                failure = classify(exception, verb=self._verb, target=self._target, scrub=self._scrub)
+            else:
+                self._policy.note_answer()
+                return result
+            if failure.kind is FailureKind.EXPIRED_CREDENTIALS and refresh is not None and not self._has_renewed:
+                self._has_renewed = True
+                logger.warning("Credentials expired; renewing them to %s %s", self._verb, self._target)
+                refresh()
+                del failure  # its traceback leads to this call
+                continue
+            if failure.kind in _REPEATED:
+                raise _RepeatableError(failure)
+            self._fail(failure)
+
+    def _fail(self, failure: Classified) -> NoReturn:
+        error, cause = failure.error, failure.error.__cause__
+        if self._attempts > 1 or failure.kind in _REPEATED:
+            count = f"{self._attempts} attempt{'s' if self._attempts > 1 else ''}"
+            error = _extended(error, f"({count} in {self._elapsed_seconds():.1f} s)", self._timed_out)
+        raise error from cause
+
+    def _elapsed_seconds(self) -> float:
+        return self._policy.now() - self._started_seconds
+
+    def _unknown_failure(self) -> Classified:
+        return Classified(StorageError(f"Can't {self._verb} {self._target}"), FailureKind.TRANSIENT)
+
+    # --- what tenacity asks between attempts, in this order
+
+    def _wait(self, state: tenacity.RetryCallState) -> float:
+        return self._policy.backoff_seconds(state) + (_failure(state).retry_after_seconds or 0.0)
+
+    def _stop(self, state: tenacity.RetryCallState) -> bool:
+        if state.attempt_number >= self._policy.most_attempts or self._policy.is_cancelled:
+            return True
+        self._timed_out = self._elapsed_seconds() + state.upcoming_sleep >= self._policy.config.deadline_seconds
+        return self._timed_out
+
+    def _give_up(self, state: tenacity.RetryCallState) -> NoReturn:
+        self._fail(_failure(state))
+
+    def _announce(self, state: tenacity.RetryCallState) -> None:
+        self._last = _failure(state)
+        _let_go(self._last.error)
+        level = logging.DEBUG if state.attempt_number <= _QUIET_ATTEMPTS else logging.WARNING
+        logger.log(
+            level,
+            "%s; attempt %d of %d failed, the next follows in %.1f s",
+            self._last.error,
+            state.attempt_number,
+            self._policy.most_attempts,
+            state.upcoming_sleep,
+        )
 
 
 def _let_go(error: BaseException) -> None:
