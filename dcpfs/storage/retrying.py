@@ -249,7 +249,7 @@ class _Request:
         logger.log(
             level,
             "%s; attempt %d of %d failed, the next follows in %.1f s",
-            self._last.error,
+            str(self._last.error),  # a record that is kept would keep the error
             state.attempt_number,
             self._policy.most_attempts,
             state.upcoming_sleep,
