@@ -178,7 +178,7 @@ def test_a_state_without_end_is_refused() -> None:
         flatten(state)
 
 
-HOSTILE_NOTES = {
+HOSTILE_NOTES: dict[str, dict[str, object]] = {
     "a key that is a list": {"keys": [["a", [1]]]},
     "a key that is a dict": {"keys": [["a", {"x": 1}]]},
     "a text that is none": {"keys": [[1, 2]]},
@@ -190,7 +190,7 @@ HOSTILE_NOTES = {
 
 @pytest.mark.parametrize("name", HOSTILE_NOTES)
 def test_a_note_that_no_state_makes_is_damage(name: str) -> None:
-    note = {"kind": "dict", **HOSTILE_NOTES[name]}
+    note: dict[str, object] = {"kind": "dict", **HOSTILE_NOTES[name]}
     with pytest.raises(CorruptCheckpointError):
         Structure.from_json({"containers": [[["m"], note]]}, {"m.a": ("m", "a")})
 
