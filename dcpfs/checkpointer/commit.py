@@ -64,6 +64,7 @@ from dcpfs.checkpointer.step_files import is_data_file, is_metadata_file, is_own
 from dcpfs.checkpointer.step_status import StepState, StepStatus
 from dcpfs.errors import CheckpointError, CheckpointExistsError, ObjectExistsError, StorageError
 from dcpfs.format.names import METADATA_NAME, parse_data_file_name
+from dcpfs.storage.leftovers import sweep_leftovers
 from dcpfs.storage.store import Store
 
 __all__ = [
@@ -331,6 +332,7 @@ def _abandon(store: Store, claim: Claim, names: set[str], stragglers: Stragglers
         names = names & seen | {name for name in seen if _is_own_data(name, claim) or not is_data_file(_in_step(name))}
     _delete_markers_first(store, names - {f"{step}/{WRITING_NAME}", f"{step}/{MANIFEST_NAME}"})
     if stragglers is Stragglers.NONE:
+        sweep_leftovers(store, step)
         store.delete([f"{step}/{WRITING_NAME}"])
 
 

@@ -13,7 +13,7 @@ A step is removed so that it can't be taken for a whole one at any moment, and s
 swept the next time::
 
     last look: protected? named by latest? still what was counted? newest step still there?
-    .writing  →  manifest.json away  →  every .metadata  →  data  →  .writing away
+    .writing  →  manifest.json away  →  every .metadata  →  data, and what killed writers left  →  .writing away
 
 Files below a step that dcpfs does not make are users' and stay. Whatever fails is a warning and is tried again after
 the next save: room is never worth a run.
@@ -39,6 +39,7 @@ from dcpfs.checkpointer.layout import (
 from dcpfs.checkpointer.step_files import is_data_file, is_metadata_file, is_own_file, is_rank_file
 from dcpfs.checkpointer.step_status import StepState, StepStatus
 from dcpfs.errors import CheckpointNotFoundError, ConfigError, PermissionDeniedError, StorageError
+from dcpfs.storage.leftovers import sweep_leftovers
 from dcpfs.storage.store import Store
 
 __all__ = [
@@ -411,10 +412,14 @@ class _Run:
         if markers:
             self._store.delete(markers)
         self._store.delete([path for path in rest if path not in (writing, manifest)])
+        hidden = sweep_leftovers(self._store, step)
         self._store.delete([writing])
-        self._objects += len(names)
+        self._objects += len(names) + hidden
         self._size_bytes += sum(status.files[name] for name in names)
-        (self._swept if facts.kind is StepKind.LEFTOVER else self._removed).append(iteration)
+        if facts.kind is not StepKind.LEFTOVER:
+            self._removed.append(iteration)
+        elif names or hidden:
+            self._swept.append(iteration)
 
     def _reason_to_spare(self, facts: StepFacts, status: StepStatus, expected: str | None) -> str:
         """Why a step stays after all, or ""."""
@@ -437,7 +442,8 @@ def _kind_of(status: StepStatus) -> StepKind:
         return StepKind.COMMITTED if status.manifest is not None else StepKind.UNKNOWN
     if status.state is StepState.DAMAGED:
         return StepKind.DAMAGED if status.manifest is not None else StepKind.UNKNOWN
-    if status.state is StepState.WRITING:
+    if status.state in (StepState.WRITING, StepState.ABSENT):
+        # A directory without any file may hold what a killed writer left, which no listing shows.
         return StepKind.LEFTOVER
     if (
         status.state is StepState.UNKNOWN

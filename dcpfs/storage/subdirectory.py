@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from dcpfs.storage.capabilities import Capabilities
+from dcpfs.storage.leftovers import check_own_directory, sweep_leftovers
 from dcpfs.storage.location import Location, check_name
 from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, PartRange, Sink, Store
 
@@ -84,6 +85,10 @@ class Subdirectory:
     def delete(self, paths: Iterable[str]) -> None:
         """See `Store.delete`."""
         self._store.delete(map(self._full, paths))
+
+    def sweep_leftovers(self, directory: str) -> int:
+        """See `dcpfs.storage.leftovers.LeavesLeftovers`."""
+        return sweep_leftovers(self._store, self._full(check_own_directory(directory)))
 
     def close(self) -> None:
         """Leave the store open: it is not this view's."""

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from dcpfs.errors import StorageError, TransferSizeError
 from dcpfs.storage.capabilities import Capabilities
+from dcpfs.storage.leftovers import LeavesLeftovers
 from dcpfs.storage.location import Location
 from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, PartRange, Sink, Store
 
@@ -178,6 +179,12 @@ class FaultyStore:
         """See `Store.delete`; each object is a mutating call of its own, so that a batch can break off."""
         for path in paths:
             self.mutate("delete", path, partial(self._store.delete, [path]))
+
+    def sweep_leftovers(self, directory: str) -> int:
+        """See `dcpfs.storage.leftovers.LeavesLeftovers`; a mutating call where the store can leave any."""
+        if not isinstance(self._store, LeavesLeftovers):
+            return 0
+        return self.mutate("sweep", directory, partial(self._store.sweep_leftovers, directory))
 
     def close(self) -> None:
         """See `Store.close`."""

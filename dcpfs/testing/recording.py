@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dcpfs.storage.capabilities import Capabilities
+from dcpfs.storage.leftovers import LeavesLeftovers, sweep_leftovers
 from dcpfs.storage.location import Location
 from dcpfs.storage.store import Buffer, ObjectInfo, PartMemory, PartRange, Sink, Store
 
@@ -145,6 +146,12 @@ class RecordingStore:
         for path in names:
             self.note("delete", path)
         self._store.delete(names)
+
+    def sweep_leftovers(self, directory: str) -> int:
+        """See `dcpfs.storage.leftovers.LeavesLeftovers`; noted where the store can leave any."""
+        if isinstance(self._store, LeavesLeftovers):
+            self.note("sweep_leftovers", directory)
+        return sweep_leftovers(self._store, directory)
 
     def close(self) -> None:
         """See `Store.close`."""

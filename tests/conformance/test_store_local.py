@@ -29,7 +29,7 @@ from dcpfs.errors import (
     StorageError,
     TransferSizeError,
 )
-from dcpfs.storage import file_bytes, local_store
+from dcpfs.storage import file_bytes, local_sink, local_store
 from dcpfs.storage.file_bytes import BounceBuffers, gains_from_direct_writes
 from dcpfs.storage.local_store import LocalStore
 from dcpfs.storage.location import Location
@@ -70,7 +70,7 @@ def store(root: Path) -> LocalStore:
 
 @pytest.fixture
 def direct_from_1_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_store, "_DIRECT_FROM_BYTES", MIB)
+    monkeypatch.setattr(local_sink, "_DIRECT_FROM_BYTES", MIB)
 
 
 def files(root: Path) -> list[str]:
@@ -133,7 +133,7 @@ class TestWithoutNamelessFiles(TestOnDisk):
 
     @pytest.fixture
     def store(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
-        monkeypatch.setattr(local_store, "_O_TMPFILE", 0)
+        monkeypatch.setattr(local_sink, "_O_TMPFILE", 0)
         return opened(root, part_bytes=MIB)
 
 
@@ -243,7 +243,7 @@ def test_case_31_an_abort_leaves_no_file_and_no_directory(
     root: Path, size_bytes: int, nameless: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if nameless == "named":
-        monkeypatch.setattr(local_store, "_O_TMPFILE", 0)
+        monkeypatch.setattr(local_sink, "_O_TMPFILE", 0)
     store = opened(root)
     store.put("kept", [b"x"])
     sink = store.open_sink("new/directory/object", size_bytes)
@@ -383,7 +383,7 @@ def test_no_descriptor_leaks(root: Path, direct_from_1_mib: None, monkeypatch: p
         for place, name, number, call in (
             (os, "fsync", errno.EIO, lambda: store.put("a/d", [b"x"])),
             (os, "preadv", errno.EIO, lambda: read_range(store, "a/b", 0, 1)),
-            (local_store, "reserve", errno.ENOSPC, lambda: store.open_sink("a/d", LARGE)),
+            (local_sink, "reserve", errno.ENOSPC, lambda: store.open_sink("a/d", LARGE)),
         ):
             with monkeypatch.context() as patch:
                 patch.setattr(place, name, functools.partial(_raise, number))
@@ -623,12 +623,12 @@ def test_without_nameless_files_there_is_a_temporary_name(
     root: Path, lacking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if lacking == "the flag":
-        monkeypatch.setattr(local_store, "_O_TMPFILE", 0)
+        monkeypatch.setattr(local_sink, "_O_TMPFILE", 0)
     elif lacking == "proc":
-        monkeypatch.setattr(local_store, "_DESCRIPTORS", "/absent")
+        monkeypatch.setattr(local_sink, "_DESCRIPTORS", "/absent")
     else:
         real = os.open
-        flag = local_store._O_TMPFILE
+        flag = local_sink._O_TMPFILE
 
         def refuse(path: str, flags: int, mode: int = 0o777, **kwargs: int) -> int:
             if flag and flags & flag == flag:
