@@ -38,7 +38,9 @@ from dcpfs.checkpointer.rank_file_loading import RankFileLoading, ReshardHook
 from dcpfs.checkpointer.renaming import Renaming
 from dcpfs.checkpointer.stored_step import StoredStep, read_stored_step
 from dcpfs.config import CastPolicy, ReplicaReads, RetryConfig, TransferConfig, Trust, VerifyMode
+from dcpfs.dcp.aliases import Alias, find_aliases, require_agreeing
 from dcpfs.dcp.delivery import FetchTotals
+from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.matching import key_mismatch_error
 from dcpfs.dcp.replicas import SharedWants, share_wants
 from dcpfs.dcp.source import CheckpointSource
@@ -180,6 +182,8 @@ class _StepLoad:
         self._unexpected: dict[str, tuple[str, ...]] = {}
         self._states: dict[str, object] = {}
         self._written: set[str] = set()
+        self._wants: list[TensorWant] = []
+        self._aliases: list[Alias] = []
         self._totals = FetchTotals()
         self._started_seconds = time.monotonic()
 
@@ -290,6 +294,9 @@ class _StepLoad:
                 if key == MODEL:
                     known_names = loading.placement.fqns
         self._require_changed()
+        self._wants = [want for key, each in self._loadings.items() for want in each.wants(self._directory(key))]
+        self._aliases = find_aliases(self._wants)
+        require_agreeing(self._aliases, self._step.redacted)
         for key in self.keys:
             if key in self._stored.rank_files:
                 loading_ = RankFileLoading(
@@ -352,10 +359,10 @@ class _StepLoad:
         """Fetch all tensors and values of all keys. Collective. The decoded values, by key and name."""
         values: dict[str, object] = {}
         shared: SharedWants | None = None
-        wants = [want for key, each in self._loadings.items() for want in each.wants(self._directory(key))]
+        wants, self._wants = self._wants, []
         objects = [item for key, each in self._loadings.items() for item in each.objects(self._directory(key))]
         if self.replicas is ReplicaReads.BROADCAST and self._ranks.world_size > 1:
-            shared = share_wants(wants, self._ranks)
+            shared = share_wants(wants, self._ranks, self._aliases)
             wants = shared.rest
         sizes: dict[str, int] = {}
         for key, index in self._indexes.items():
@@ -365,6 +372,7 @@ class _StepLoad:
         fetch = self.source.new_fetch_of(sizes)
 
         def read() -> None:
+            fetch.add_aliases(self._aliases)
             for want in wants:
                 fetch.add_tensor(want)
             for name, location in objects:

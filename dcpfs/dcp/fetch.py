@@ -18,12 +18,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from dcpfs.config import TransferConfig
+from dcpfs.dcp.aliases import Alias, Detours
 from dcpfs.dcp.delivery import Delivery, FetchTotals, Segments
 from dcpfs.dcp.foreign import (
     DensePayload,
@@ -109,6 +110,7 @@ class Fetch:
         self._foreign: dict[tuple[str, int], list[TensorWant]] = {}
         self._transformed: dict[tuple[str, int], list[TensorWant]] = {}
         self._objects: list[tuple[str, EntryLocation]] = []
+        self._detours: Detours | None = None
         self._wants: list[TensorWant] = []
         self._sizes_bytes: list[int] = []
         self._devices: set[torch.device] = set()
@@ -142,8 +144,15 @@ class Fetch:
         """Keys whose targets were written to, whole or in part, also when `run` failed."""
         return frozenset(self._context.written)
 
+    def add_aliases(self, aliases: Sequence[Alias]) -> None:
+        """Say which wants share memory, before they are added: what they get is compared after the reads."""
+        if aliases:
+            self._detours = Detours(aliases)
+
     def add_tensor(self, want: TensorWant) -> None:
         """Want a box. One without elements needs nothing."""
+        if self._detours is not None:
+            want = self._detours.of(want)
         location = want.location
         if location.transforms:
             self._transformed.setdefault((location.file, location.offset_bytes), []).append(want)
@@ -162,6 +171,7 @@ class Fetch:
         Raises:
             CorruptCheckpointError: A checksum or a file's size is wrong.
             IncompleteCheckpointError: A file is missing.
+            KeyMismatchError: Keys that share memory in the state have different values.
             StorageError: The store failed.
         """
         try:
@@ -176,6 +186,8 @@ class Fetch:
                 self._correct(guesses, limits)
             for device in self._devices:
                 torch.accelerator.synchronize(device)
+            if self._detours is not None:
+                self._detours.settle(self._context.url)
         except DcpfsError as error:
             error.message = f"{error.message} ({self._describe_written()})"
             raise

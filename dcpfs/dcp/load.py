@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 
 from dcpfs.config import CastPolicy, ReplicaReads, RetryConfig, TransferConfig, Trust, VerifyMode
+from dcpfs.dcp.aliases import Alias, find_aliases, require_agreeing
 from dcpfs.dcp.delivery import FetchTotals
 from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.flatten import Structure, unflatten
@@ -112,7 +113,8 @@ def load(
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at ``url``.
-        KeyMismatchError: ``strict``, and something does not fit. Nothing was read.
+        KeyMismatchError: ``strict``, and something does not fit. Nothing was read. Or, strict or not: tensors that
+            share memory in the state have different values in the checkpoint.
         CorruptCheckpointError: A checksum, size or structure is wrong.
         IncompleteCheckpointError: A data file is missing.
         UntrustedDataError: The checkpoint holds a class outside the allow-list.
@@ -178,6 +180,7 @@ class _Load:
         self._source: CheckpointSource | None = None
         self._filling: StateFilling | None = None
         self._match = Match()
+        self._aliases: list[Alias] = []
 
     @property
     def source(self) -> CheckpointSource:
@@ -229,6 +232,8 @@ class _Load:
     def _prepare(self, index: CheckpointIndex) -> None:
         self._filling = StateFilling(self._state)
         self._match = self._filling.match_records(index, allow_cast=self.allow_cast)
+        self._aliases = find_aliases(self._match.wants)
+        require_agreeing(self._aliases, self.source.url)
 
     def _raise_mismatches(
         self,
@@ -255,11 +260,12 @@ class _Load:
         wants = self._match.wants
         shared: SharedWants | None = None
         if self.replicas is ReplicaReads.BROADCAST and self._ranks.world_size > 1:
-            shared = share_wants(wants, self._ranks)
+            shared = share_wants(wants, self._ranks, self._aliases)
             wants = shared.rest
         try:
             if index is not None:
                 fetch = self.source.new_fetch(index)
+                fetch.add_aliases(self._aliases)
                 for want in wants:
                     fetch.add_tensor(want)
                 for key, location in self._match.objects:

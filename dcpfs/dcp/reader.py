@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcpfs.config import CastPolicy, RetryConfig, TransferConfig, Trust, VerifyMode
+from dcpfs.dcp.aliases import find_aliases, require_agreeing
 from dcpfs.dcp.casting import allows_cast
 from dcpfs.dcp.fetch import Fetch
 from dcpfs.dcp.landing import TensorWant
@@ -226,6 +227,7 @@ class FsspecStorageReader(StorageReader):
         fetch = self._source.new_fetch(index)
         lookup = _ChunkLookup(index)
         tensors: list[tuple[ReadItem, torch.Tensor]] = []
+        wants: list[TensorWant] = []
         mismatched: dict[str, str] = {}
         planned: dict[str, int] = {}
         policy = getattr(planner, "allow_cast", CastPolicy.NEVER)
@@ -243,10 +245,15 @@ class FsspecStorageReader(StorageReader):
             tensors.append((item, target))
             offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
             planned[item.dest_index.fqn] = planned.get(item.dest_index.fqn, 0) + math.prod(lengths)
-            fetch.add_tensor(TensorWant(key, record.dtype, chunk.sizes, chunk.location, offsets, lengths, target))
+            wants.append(TensorWant(key, record.dtype, chunk.sizes, chunk.location, offsets, lengths, target))
         if mismatched:
             raise key_mismatch_error(self._source.url, mismatched=mismatched)
         _check_planned(planner, index, planned)
+        aliases = find_aliases(wants)
+        require_agreeing(aliases, self._source.url)
+        fetch.add_aliases(aliases)
+        for want in wants:
+            fetch.add_tensor(want)
         return fetch, tensors
 
     def _load_bytes(self, item: ReadItem, data: bytes, planner: LoadPlanner) -> None:

@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from dcpfs.dcp.aliases import Alias
 from dcpfs.dcp.host_memory import flat_bytes
 from dcpfs.dcp.landing import TensorWant, copy_exact
 from dcpfs.ranks import Ranks
@@ -104,18 +105,24 @@ class SharedWants:
             exchange(self.shares, self.own, ranks, budget_bytes)
 
 
-def share_wants(wants: Sequence[TensorWant], ranks: Ranks) -> SharedWants:
+def share_wants(wants: Sequence[TensorWant], ranks: Ranks, aliases: Sequence[Alias] = ()) -> SharedWants:
     """Decide who reads what several ranks need. Collective.
+
+    Args:
+        wants: What this rank needs.
+        ranks: The group.
+        aliases: Wants that share memory: this rank reads them itself, since they are compared.
 
     Raises:
         DcpfsError: Any rank could not say what it needs.
     """
     own: dict[BoxId, TensorWant] = {}
     error: BaseException | None = None
+    compared = {id(want) for pair in aliases for want in pair}
     try:
         for want in wants:
             box = box_id(want)
-            if box is not None:
+            if box is not None and id(want) not in compared:
                 own.setdefault(box, want)  # of equal boxes the first
     except BaseException as failure:  # noqa: BLE001 - brought to the agreement below, which raises it
         error = failure
