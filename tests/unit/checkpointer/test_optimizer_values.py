@@ -101,6 +101,7 @@ def test_empty_mappings_come_back() -> None:
     assert describe(fresh.state_dict()["state"]) == describe(saved.state_dict()["state"])
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="torch 2.9 flattens no optimizer state that holds a dict")
 def test_nested_states_have_the_keys_of_torch() -> None:
     model = nn.Linear(5, 2)
     optimizer = OddOptimizer(model)
