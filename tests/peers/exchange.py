@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from dcpfs.testing.servers import S3Server
 __all__ = [
     "HAS_CONNECTOR",
     "HAS_MULTI_STORAGE",
+    "NewPlace",
     "Place",
     "Reader",
     "Writer",
@@ -58,6 +59,10 @@ class Place:
     kind: str
     url: str
     options: Mapping[str, object] = field(default_factory=dict)
+
+
+NewPlace = Callable[[str], Place]
+"""Makes a place of a kind that nobody has used."""
 
 
 class Writer(enum.Enum):

@@ -32,12 +32,14 @@ __all__ = [
     "Job",
     "describe",
     "dtypes_state",
+    "has_dtype",
     "layouts_state",
     "new_dtypes",
     "sharded_state",
     "template_from",
     "values_state",
     "whole_sharded_state",
+    "without_lacking",
 ]
 
 Json = Any
@@ -281,6 +283,27 @@ _MAPPINGS: dict[str, Callable[[dict[object, Any]], Any]] = {
     "Counter": Counter,
     "defaultdict": lambda items: defaultdict(None, items),
 }
+
+
+def has_dtype(name: str) -> bool:
+    """This torch has the dtype, and can copy it (2.9 can't copy float4)."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        return False
+    try:
+        torch.zeros(16, dtype=torch.uint8).view(dtype).clone()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def without_lacking(description: Json) -> Json:
+    """A description without tensors of dtypes that this torch lacks."""
+    kind, *rest = description
+    if kind != "dict":
+        return description
+    items = [[key, without_lacking(item)] for key, item in rest[0] if item[0] != "tensor" or has_dtype(item[1])]
+    return [kind, items]
 
 
 def template_from(description: Json) -> Any:

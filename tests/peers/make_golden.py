@@ -57,6 +57,7 @@ from tests.peers.golden_state import (
     template_from,
     values_state,
     whole_sharded_state,
+    without_lacking,
 )
 from tests.peers.sample_state import textual
 
@@ -323,7 +324,7 @@ def read_own(root: Path) -> int:
                     raise AssertionError(f"{place / key}: torch reads other values")
                 count += 1
             continue
-        expected = _without(held.get("textual", held["state"]))
+        expected = without_lacking(held.get("textual", held["state"]))
         template = template_from(expected)
         dcp_load(template, storage_reader=FileSystemReader(place), no_dist=True)
         if describe(template) != expected:
@@ -333,26 +334,6 @@ def read_own(root: Path) -> int:
     if leaked:
         raise AssertionError(f"dcpfs was imported: {leaked}")
     return count
-
-
-def _without(description: Any) -> Any:
-    """A description without tensors of dtypes that this torch can't copy."""
-    kind, *rest = description
-    if kind != "dict":
-        return description
-    items = [[key, _without(item)] for key, item in rest[0] if item[0] != "tensor" or _has_dtype(item[1])]
-    return [kind, items]
-
-
-def _has_dtype(name: str) -> bool:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        return False
-    try:
-        torch.zeros(16, dtype=torch.uint8).view(dtype).clone()
-    except NotImplementedError:
-        return False
-    return True
 
 
 # --- releases

@@ -24,7 +24,15 @@ from torch.distributed.tensor import DTensor
 
 import dcpfs
 from tests.multiprocess.gloo import run_ranks
-from tests.peers.golden_state import Job, describe, sharded_state, template_from, whole_sharded_state
+from tests.peers.golden_state import (
+    Job,
+    describe,
+    has_dtype,
+    sharded_state,
+    template_from,
+    whole_sharded_state,
+    without_lacking,
+)
 from tests.peers.make_golden import GOLDEN, NOTE
 
 pytestmark = [
@@ -47,31 +55,11 @@ def _dtypes_of(description: Any) -> set[str]:
     return set()
 
 
-def _is_usable(name: str) -> bool:
-    """This torch has the dtype, and can copy it (2.9 can't copy float4)."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        return False
-    try:
-        torch.zeros(16, dtype=torch.uint8).view(dtype).clone()
-    except NotImplementedError:
-        return False
-    return True
-
-
-def _usable(description: Any) -> Any:
-    """A description without what this torch can't hold."""
-    kind, *rest = description
-    if kind != "dict":
-        return description
-    return [kind, [[key, item] for key, item in rest[0] if item[0] != "tensor" or _is_usable(item[1])]]
-
-
 _STATES = [
     (folder, name)
     for folder, held in _HELD.items()
     for name in held
-    if "state" in held[name] and all(map(_is_usable, _dtypes_of(held[name]["state"])))
+    if "state" in held[name] and all(map(has_dtype, _dtypes_of(held[name]["state"])))
 ]
 """What this torch can hold; the rest is in the test of what it lacks."""
 
@@ -136,9 +124,9 @@ def test_a_checkpoint_with_dtypes_that_this_torch_lacks(folder: str) -> None:
             with pytest.raises(dcpfs.DcpfsError, match="|".join(lacking)):
                 dcpfs.read(GOLDEN / folder / name)
         else:
-            template = template_from(_usable(held))
+            template = template_from(without_lacking(held))
             dcpfs.load(template, GOLDEN / folder / name, strict=False)
-            assert describe(template) == _usable(held)
+            assert describe(template) == without_lacking(held)
 
 
 def _load_in_two(root: str) -> int:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import Any
 
 import fsspec
 import pytest
 
 import dcpfs
-from dcpfs.testing.servers import SeaweedServer
-from tests.peers.exchange import Place, Reader, Writer, connect_peers, readers_of, storage_reader, write, writers_of
+from tests.peers.exchange import (
+    NewPlace,
+    Place,
+    Reader,
+    Writer,
+    readers_of,
+    storage_reader,
+    write,
+    writers_of,
+)
 from tests.peers.golden_state import Job, describe
 from tests.peers.make_golden import read_flat
 
@@ -20,28 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 KEYS = ("model", "optim", "scheduler", "trainer")
 _WITHOUT_TEMPLATE = (Reader.LOAD, Reader.READ, Reader.OWN_PLANNER)
-
-NewRun = Callable[[str], Place]
-
-
-@pytest.fixture(scope="module")
-def new_run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[NewRun]:
-    """A directory of a run that nobody has used; the S3 server is started for the first on it."""
-    folder = tmp_path_factory.mktemp("steps")
-    connections = ExitStack()
-    servers: list[SeaweedServer] = []
-
-    def make(kind: str) -> Place:
-        name = uuid.uuid4().hex
-        if kind == "local":
-            return Place(kind, str(folder / name))
-        if not servers:
-            servers.append(request.getfixturevalue("seaweed"))
-            connections.enter_context(connect_peers(servers[0]))
-        return Place(kind, servers[0].url(name), servers[0].storage_options)
-
-    with connections:
-        yield make
 
 
 def _below(place: Place, name: str) -> Place:
@@ -54,13 +38,13 @@ def _open(place: Place) -> dcpfs.DistributedCheckpointer:
 
 
 @pytest.fixture(scope="module")
-def saved(new_run: NewRun) -> Callable[[str], tuple[Place, Any]]:
+def saved(new_place: NewPlace) -> Callable[[str], tuple[Place, Any]]:
     """A step of ours, saved once a kind of storage, and all that it holds."""
     steps: dict[str, tuple[Place, Any]] = {}
 
     def find(kind: str) -> tuple[Place, Any]:
         if kind not in steps:
-            job, place = Job(), new_run(kind)
+            job, place = Job(), new_place(kind)
             job.train()
             with _open(place) as checkpointer:
                 checkpointer.save(
@@ -100,8 +84,8 @@ def test_each_key_of_our_step_is_read_by_torch_and_by_every_peer(
     [(kind, writer) for kind in ("local", "s3") for writer in writers_of(kind)],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_a_step_that_anyone_wrote_a_key_at_a_time_is_resumed(new_run: NewRun, kind: str, writer: Writer) -> None:
-    run, job = new_run(kind), Job()
+def test_a_step_that_anyone_wrote_a_key_at_a_time_is_resumed(new_place: NewPlace, kind: str, writer: Writer) -> None:
+    run, job = new_place(kind), Job()
     job.train()
     states = {
         "model": job.model_state(),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import dcpfs
-from dcpfs.testing.servers import SeaweedServer
-from tests.peers.exchange import Place, Reader, Writer, connect_peers, read, readers_of, write, writers_of
+from tests.peers.exchange import NewPlace, Place, Reader, Writer, read, readers_of, write, writers_of
 from tests.peers.sample_state import assert_same, full_state, odd_state, template_of, textual, trained_state
 
 pytestmark = [
@@ -24,30 +21,6 @@ STATE = {**full_state(), **odd_state(), "trained": trained_state()}
 _TEMPLATED_BY_DCPFS = (Reader.LOAD, Reader.READ, Reader.OWN_PLANNER)
 _OWN_WRITERS = (Writer.OWN, Writer.OWN_PLANNER)
 """Those that note the types of keys and containers."""
-
-NewPlace = Callable[[str], Place]
-
-
-@pytest.fixture(scope="module")
-def new_place(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[NewPlace]:
-    """Makes a place of a kind that nobody has used; the S3 server is started for the first on it."""
-    folder = tmp_path_factory.mktemp("matrix")
-    connections = ExitStack()
-    servers: list[SeaweedServer] = []
-
-    def make(kind: str) -> Place:
-        name = uuid.uuid4().hex
-        if kind == "local":
-            return Place(kind, str(folder / name))
-        if kind == "memory":
-            return Place(kind, f"memory://{name}")
-        if not servers:
-            servers.append(request.getfixturevalue("seaweed"))
-            connections.enter_context(connect_peers(servers[0]))
-        return Place(kind, servers[0].url(name), servers[0].storage_options)
-
-    with connections:
-        yield make
 
 
 @pytest.fixture(scope="module")
