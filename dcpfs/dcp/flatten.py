@@ -22,7 +22,7 @@ from __future__ import annotations
 import enum
 import itertools
 import numbers
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -51,8 +51,13 @@ _MOST_POSITIONS = 1 << 24
 
 _NEVER_CONTAINERS = frozenset({int, float, str, bool, bytes, complex, type(None)})
 _FACTORIES: dict[str, Callable[[], object]] = {
-    kind.__name__: kind for kind in (int, float, str, bool, bytes, list, dict, set, tuple)
+    kind.__name__: kind
+    for kind in (
+        *(int, float, complex, str, bool, bytes, list, dict, set, frozenset, tuple),
+        *(OrderedDict, Counter, deque, defaultdict),
+    )
 }
+"""Those that the allow-list has for a ``defaultdict`` inside a value."""
 
 
 class ContainerKind(str, enum.Enum):
@@ -75,7 +80,8 @@ class Container:
         order: The texts of all keys in order, where some key leads to nothing but empty mappings (such a key
             has no leaf to stand for it); else empty.
         empty: It has no keys at all.
-        factory: Name of a ``defaultdict``'s factory among the builtins, or None.
+        factory: Name of a ``defaultdict``'s factory, or None where it has none.
+        lost_factory: What its factory is, where that can't be noted; not stored.
     """
 
     kind: ContainerKind = ContainerKind.DICT
@@ -84,6 +90,7 @@ class Container:
     order: tuple[str, ...] = ()
     empty: bool = False
     factory: str | None = None
+    lost_factory: str = field(default="", compare=False)
 
     def real_key(self, text: str) -> object:
         """The key as it was, from its text.
@@ -120,6 +127,22 @@ class Structure:
     def empty_paths(self) -> list[tuple[object, ...]]:
         """Real paths of the empty mappings."""
         return [self._real(path) for path, container in self.containers.items() if container.empty]
+
+    def require_factories(self) -> None:
+        """Return when the factories of all ``defaultdict`` are noted.
+
+        Who loads into a mapping that is there keeps its factory; elsewhere it would be gone, which shows when a key is
+        first missed.
+
+        Raises:
+            UnsupportedValueError: One is a function or class of somebody's own.
+        """
+        for path, note in self.containers.items():
+            if note.lost_factory:
+                raise UnsupportedValueError(
+                    f"can't save the state: the defaultdict at {path} has the factory {note.lost_factory}, which would "
+                    f"be lost; save dict() of it, or use one of {', '.join(_FACTORIES)}"
+                )
 
     def restricted(self, fqns: Iterable[str], empties: Iterable[KeyPath] = ()) -> Structure:
         """The same with only these leaves and empty mappings, and only the containers that they live in."""
@@ -351,12 +374,12 @@ def _note_container(
     if len(set(order)) != len(order):
         twin = next(text for text, count in Counter(order).items() if count > 1)
         raise _collision(".".join(map(str, (*path, twin))), (*path, twin), (*path, twin))
-    kind, factory = _kind_of(mapping)
+    kind, factory, lost_factory = _kind_of(mapping)
     int_keys = len(typed) == len(mapping) and bool(typed) and _all_ints(typed)
     if kind is ContainerKind.DICT and not typed and not empty and not has_leafless:
         return
     structure.containers[path] = Container(
-        kind, int_keys, {} if int_keys else typed, order if has_leafless else (), empty, factory
+        kind, int_keys, {} if int_keys else typed, order if has_leafless else (), empty, factory, lost_factory
     )
 
 
@@ -364,16 +387,19 @@ def _all_ints(typed: Mapping[str, object]) -> bool:
     return all(type(key) is int and str(key) == text for text, key in typed.items())
 
 
-def _kind_of(mapping: Mapping[str, object]) -> tuple[ContainerKind, str | None]:
+def _kind_of(mapping: Mapping[str, object]) -> tuple[ContainerKind, str | None, str]:
+    """Its kind; of a ``defaultdict`` the factory's name, or what it is where that can't be noted."""
     if isinstance(mapping, OrderedDict):
-        return ContainerKind.ORDERED_DICT, None
+        return ContainerKind.ORDERED_DICT, None, ""
     if isinstance(mapping, Counter):
-        return ContainerKind.COUNTER, None
+        return ContainerKind.COUNTER, None, ""
     if isinstance(mapping, defaultdict):
-        name = getattr(mapping.default_factory, "__name__", "")
-        known = _FACTORIES.get(name) is mapping.default_factory
-        return ContainerKind.DEFAULT_DICT, name if known else None
-    return ContainerKind.DICT, None
+        factory = mapping.default_factory
+        name = getattr(factory, "__name__", "")
+        if factory is None or _FACTORIES.get(name) is factory:
+            return ContainerKind.DEFAULT_DICT, name or None, ""
+        return ContainerKind.DEFAULT_DICT, None, getattr(factory, "__qualname__", type(factory).__qualname__)
+    return ContainerKind.DICT, None, ""
 
 
 # --- rebuilding

@@ -119,7 +119,7 @@ def match_state(
         loaded.append(key)
         if isinstance(leaf, torch.Tensor):
             _add_wants(key, leaf, record, wants)
-    if len(loaded) + len(match.mismatched) < len(records):
+    if len(loaded) + sum(key in records for key in match.mismatched) < len(records):
         match.unexpected = [key for key in records if key not in leaves]
     return match
 

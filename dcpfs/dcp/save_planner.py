@@ -143,10 +143,12 @@ class SavePlanner(TorchSavePlanner):
         """Take the state of one save. All ranks.
 
         Raises:
-            UnsupportedValueError: Two paths share a key, or a key would come back as text.
+            UnsupportedValueError: Two paths share a key, a key would come back as text, or the factory of a
+                ``defaultdict`` would be lost.
         """
         with paused_collector():
             leaves, self._structure = flatten(state_dict)
+            self._structure.require_factories()
         if any(type(leaf).__name__ == "ShardedTensor" for leaf in leaves.values()):
             leaves = flatten_sharded_tensors(leaves)
         self._state = leaves

@@ -23,7 +23,7 @@ from dcpfs.config import CastPolicy
 from dcpfs.dcp.flatten import Structure, flatten, unflatten
 from dcpfs.dcp.matching import Match, match_state
 from dcpfs.dcp.places import check_place, find_container, put_value
-from dcpfs.errors import ConfigError
+from dcpfs.errors import ConfigError, CorruptCheckpointError
 from dcpfs.format.index import BytesRecord, CheckpointIndex, TensorRecord
 
 __all__ = ["StateFilling"]
@@ -97,7 +97,7 @@ class StateFilling:
             index = CheckpointIndex(
                 dict(records), index.structure, index.paths, index.save_id, written_by_dcpfs=index.written_by_dcpfs
             )
-        self._empties = _empty_values(index)
+        self._empties = _leafless_values(index)
         self.match = match_state(leaves, index, allow_cast=allow_cast, empties=frozenset(self._empties))
         for key, _ in self.match.objects:
             check_place(self._template, self._structure.real_path(key))
@@ -107,9 +107,10 @@ class StateFilling:
         """Put decoded values, and empty containers, at their places in the template."""
         for key, value in values.items():
             put_value(self._template, self._structure.real_path(key), value)
-        for path, value in self._empties.values():
+        for key, (path, value) in self._empties.items():
             container = find_container(self._template, path[:-1])
-            if container is not None and not isinstance(container.get(path[-1]), (Mapping, list)):
+            replaced = key in self.leaves and key not in self.match.mismatched
+            if container is not None and (path[-1] not in container or replaced):
                 put_value(self._template, path, value)
 
     def drop(self, keys: Collection[str]) -> None:
@@ -132,17 +133,30 @@ class StateFilling:
             self._state[key] = self._template[key]
 
 
-def _empty_values(index: CheckpointIndex) -> dict[str, tuple[tuple[object, ...], object]]:
-    """Empty containers of the saved state: flat key to real path and value."""
+def _leafless_values(index: CheckpointIndex) -> dict[str, tuple[tuple[object, ...], object]]:
+    """Containers of the saved state at and below which is no leaf: flat key to real path and value.
+
+    Those that lie within another one come after it.
+    """
     if index.structure is None:
         return {}
     structure = Structure.from_json(index.structure, index.paths)
+    empties = [path for path, note in structure.containers.items() if note.empty and path]
+    if not empties:
+        return {}
+    with_leaves = {path[:end] for path in structure.paths.values() for end in range(1, len(path))}
+    nested = unflatten({}, structure.restricted((), empties))
     found: dict[str, tuple[tuple[object, ...], object]] = {}
-    for path, note in structure.containers.items():
-        if note.empty and path:
-            nested: object = unflatten({}, Structure({}, {p: n for p, n in structure.containers.items() if p == path}))
-            for key in path:
-                nested = cast("dict[object, object]", nested)[key]
-            fqn = ".".join(map(str, path))
-            found[fqn] = (Structure({fqn: path}, structure.containers).real_path(fqn), nested)
+    for empty in empties:
+        real_path = Structure({"": empty}, structure.containers).real_path("")
+        value: object = nested
+        for end, key in enumerate(real_path, start=1):
+            try:
+                value = cast("dict[object, object]", value)[key]
+            except (KeyError, IndexError, TypeError) as error:
+                raise CorruptCheckpointError(
+                    f"the checkpoint's note of its containers is damaged: two keys at {empty[: end - 1]} are the same"
+                ) from error
+            if empty[:end] not in with_leaves:
+                found.setdefault(".".join(map(str, empty[:end])), (real_path[:end], value))
     return found

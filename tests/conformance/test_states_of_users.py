@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import uuid
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 
 import dcpfs
 from dcpfs.checkpointer.load_step import load_step
+from dcpfs.errors import UnsupportedValueError
 from dcpfs.storage.location import Location
 
 
@@ -84,6 +87,97 @@ def test_mappings_come_back_as_the_kinds_that_they_were_into_what_is_empty(
         assert checkpointer.load_state({key: holder}) == 1
     found = holder if isinstance(holder, dict) else holder.state
     assert shape_of(found) == shape_of(state())
+
+
+FACTORIES = (int, float, complex, str, bool, bytes, list, dict, set, frozenset, tuple, OrderedDict, Counter, deque)
+
+
+def count_from_five() -> int:
+    return 5
+
+
+@pytest.mark.parametrize("factory", [None, *FACTORIES, defaultdict])
+@pytest.mark.parametrize("content", [{}, {"key": 1}])
+def test_the_factory_of_a_defaultdict_comes_back(
+    save_dir: str, factory: Callable[[], object] | None, content: dict[str, object]
+) -> None:
+    with checkpointer_at(save_dir) as checkpointer:
+        checkpointer.save_state(1, {"own": {"nested": [defaultdict(factory, content)]}})
+        holder: dict[str, Any] = {}
+        checkpointer.load_state({"own": holder})
+    (found,) = holder["nested"]
+    assert shape_of(found) == shape_of(defaultdict(factory, content))
+
+
+@pytest.mark.parametrize("factory", [count_from_five, lambda: 5, Counter(a=1).copy, Fraction])
+@pytest.mark.parametrize("content", [{}, {"key": 1}])
+def test_a_factory_that_would_be_lost_is_refused_before_anything_is_written(
+    save_dir: str, factory: Callable[[], object], content: dict[str, object]
+) -> None:
+    """Also into a holder that has it: `dcpfs.read` and an empty holder would come to know of it at a missing key."""
+    own = {"deep": [{"counts": defaultdict(factory, content)}]}
+    said = r"the defaultdict at \('deep', 0, 'counts'\) has the factory .*, which would be lost; save dict\(\) of it"
+    with pytest.raises(UnsupportedValueError, match=said):
+        dcpfs.save(own, f"{save_dir}/alone")
+    with checkpointer_at(save_dir) as checkpointer:
+        with pytest.raises(UnsupportedValueError, match=said):
+            checkpointer.save_state(1, {"own": own})
+        assert checkpointer.steps() == []
+        own["deep"][0]["counts"] = dict(content)  # type: ignore[assignment]  # what the error says
+        checkpointer.save_state(2, {"own": own})
+        live = {"deep": [{"counts": defaultdict(factory, content)}]}
+        mapping = live["deep"][0]["counts"]
+        checkpointer.load_state({"own": live})
+        assert live["deep"][0]["counts"] is mapping
+        assert mapping.default_factory is factory
+
+
+LEAFLESS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({"a": {"b": {"e": {}}}}, {}, {"a": {"b": {"e": {}}}}),
+    ({"a": {"b": {"e": {}}}}, {"a": {}}, {"a": {"b": {"e": {}}}}),
+    ({"a": {"b": {"e": {}}, "x": 1}}, {"a": {"x": 0}}, {"a": {"b": {"e": {}}, "x": 1}}),
+    ({"a": {"b": {"e": {}}, "x": 1}}, {"a": {"x": 0, "b": {"e": {}}}}, {"a": {"b": {"e": {}}, "x": 1}}),
+    ({"list": [{}, OrderedDict(q={})]}, {}, {"list": [{}, OrderedDict(q={})]}),
+    ({"list": [{}, OrderedDict(q={})]}, {"list": []}, {"list": [{}, OrderedDict(q={})]}),
+    ({"list": [{}]}, {"list": [3, 4]}, {"list": [{}]}),
+    ({"a": {1: {2: Counter(), (3,): {}}}}, {"a": {}}, {"a": {1: {2: Counter(), (3,): {}}}}),
+    (
+        {"a": {"b": {}}, "c": OrderedDict(d=defaultdict(set))},
+        {},
+        {"a": {"b": {}}, "c": OrderedDict(d=defaultdict(set))},
+    ),
+    ({"a": {"b": {}}}, {"a": None}, {"a": {"b": {}}}),
+    ({"e": {}}, {"e": [1, 2]}, {"e": {}}),
+    ({"e": {}}, {"e": 3}, {"e": {}}),
+]
+
+
+@pytest.mark.parametrize(("saved", "live", "expected"), LEAFLESS)
+def test_mappings_with_nothing_in_them_come_back_where_a_state_lacks_them(
+    save_dir: str, saved: dict[str, Any], live: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    """They have no records, so nobody would tell that they are missing."""
+    live = copy.deepcopy(live)
+    kept = {key: value for key, value in live.items() if isinstance(value, dict)}
+    dcpfs.save({**saved, "n": 1}, save_dir)
+    state = {**live, "n": 0}
+    report = dcpfs.load(state, save_dir)
+    assert shape_of(state) == shape_of({**expected, "n": 1})
+    assert list(report.missing) == list(report.unexpected) == []
+    assert all(state[key] is value for key, value in kept.items())
+    assert shape_of(dcpfs.read(save_dir)) == shape_of({**saved, "n": 1})
+
+
+def test_an_empty_mapping_beside_values_that_a_state_lacks_stays_away_with_them(save_dir: str) -> None:
+    """Half of a mapping would be worse than none of it, which the report tells."""
+    dcpfs.save({"a": {"e": {}, "x": 1}, "t": {}, "n": 1}, save_dir)
+    state: dict[str, Any] = {"n": 0, "t": torch.ones(2)}
+    report = dcpfs.load(state, save_dir, strict=False)
+    assert list(report.unexpected) == ["a.x"]
+    assert list(report.mismatched) == ["t"]
+    assert set(state) == {"n", "t"}
+    assert state["n"] == 1
+    assert state["t"].tolist() == [1.0, 1.0]
 
 
 def test_mappings_that_are_there_are_updated_in_place(save_dir: str) -> None:
