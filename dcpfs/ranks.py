@@ -11,6 +11,8 @@ from text. Collectives use gloo on the CPU, never the training job's NCCL stream
 
 from __future__ import annotations
 
+import logging
+import os
 import pickle
 import traceback
 import weakref
@@ -23,7 +25,9 @@ from dcpfs.errors import DcpfsError, RankError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Ranks", "attempt", "portable_error"]
+__all__ = ["Ranks", "attempt", "portable_error", "warn_if_not_joined"]
+
+_logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -54,6 +58,22 @@ def portable_error(error: BaseException, rank: int) -> DcpfsError:
             return copy
     summary = traceback.format_exception_only(error)[-1].strip()
     return RankError(f"rank {rank} failed: {summary}", rank=rank, cause_text=text)
+
+
+def warn_if_not_joined(ranks: Ranks) -> None:
+    """Say that this process is about to save alone although a launcher started it as one of several."""
+    import torch.distributed as dist
+
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if ranks.group is not None or (dist.is_available() and dist.is_initialized()):
+        return
+    if world_size.isdecimal() and int(world_size) > 1:
+        _logger.warning(
+            "this process saves as if it were alone, although RANK=%s and WORLD_SIZE=%s say that it is one of several: "
+            "each of them writes over what the others save; call torch.distributed.init_process_group first",
+            os.environ.get("RANK", "?"),
+            world_size,
+        )
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ from dcpfs.checkpointer.writer_maker import WriterMaker
 from dcpfs.dcp.reader import FsspecStorageReader
 from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import CheckpointError, ConfigError, DcpfsError
-from dcpfs.ranks import Ranks, attempt
+from dcpfs.ranks import Ranks, attempt, warn_if_not_joined
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import require_shared, require_writable
 
@@ -156,6 +156,7 @@ class DistributedCheckpointer:
         self._preemption = SaveFlag()
         self._verdicts = Verdicts(self._callbacks, self._caller, config.on_save_error, config.max_consecutive_failures)
         if self._access is Access.READ_WRITE:
+            warn_if_not_joined(self._caller)
             self._saving = make_group(process_group, timeout_seconds=config.timeout_seconds)
             overridden = type(self).get_storage_writer is not DistributedCheckpointer.get_storage_writer
             self._saver = make_saver(

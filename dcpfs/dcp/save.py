@@ -29,7 +29,7 @@ from dcpfs.config import RetryConfig, TransferConfig, Trust
 from dcpfs.dcp.save_planner import SavePlanner
 from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import ConfigError, DcpfsError
-from dcpfs.ranks import Ranks
+from dcpfs.ranks import Ranks, warn_if_not_joined
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -100,6 +100,7 @@ def save(
     """
     started_seconds = time.monotonic()
     ranks = Ranks.current(process_group)
+    warn_if_not_joined(ranks)
     writer: FsspecStorageWriter | None = None
     planner = SavePlanner(trust=trust)
     plan: SavePlan | None = None
