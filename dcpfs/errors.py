@@ -19,7 +19,8 @@ the others, also when the original exception can't be pickled.
     │   │   └── BucketNotFoundError
     │   ├── ObjectExistsError (FileExistsError)    a conditional put found an object
     │   ├── PermissionDeniedError (PermissionError)
-    │   │   └── CredentialsError                   missing, wrong or expired credentials
+    │   │   ├── CredentialsError                   missing, wrong or expired credentials
+    │   │   └── LinkOutsideError                   a symbolic link leads out of the location
     │   ├── StorageTimeoutError (TimeoutError)     the deadline of the retry policy passed
     │   ├── StorageFullError                       no space, quota
     │   ├── TransferSizeError                      fewer or more bytes arrived than were sent or promised
@@ -56,6 +57,7 @@ __all__ = [
     "DcpfsError",
     "IncompleteCheckpointError",
     "KeyMismatchError",
+    "LinkOutsideError",
     "MissingBackendError",
     "ObjectExistsError",
     "ObjectNotFoundError",
@@ -139,6 +141,10 @@ class PermissionDeniedError(StorageError, PermissionError):
 
 class CredentialsError(PermissionDeniedError):
     """Credentials are missing, wrong or expired (after one refresh)."""
+
+
+class LinkOutsideError(PermissionDeniedError):
+    """A symbolic link leads out of the location, which dcpfs does not follow."""
 
 
 class StorageTimeoutError(StorageError, TimeoutError):

@@ -44,6 +44,7 @@ from dcpfs.config import Trust
 from dcpfs.errors import (
     CheckpointError,
     CorruptCheckpointError,
+    LinkOutsideError,
     UntrustedDataError,
 )
 from dcpfs.format.index import CheckpointIndex
@@ -134,6 +135,12 @@ class _Look:
         self._status = StepStatus(iteration, StepState.ABSENT, "it holds no file", path=path, url=url)
 
     def judge(self, *, named: bool) -> StepStatus:
+        try:
+            return self._judge(named=named)
+        except LinkOutsideError as error:  # of this step alone: it was moved away and linked back
+            return self._found(StepState.OUTSIDE, f"it was not looked at: {error.message}")
+
+    def _judge(self, *, named: bool) -> StepStatus:
         data = get_if_there(self._store, self._at(MANIFEST_NAME))
         files = self._list()
         if data is None and MANIFEST_NAME in files:  # it was committed in between

@@ -131,6 +131,9 @@ def list_statuses(
     wanted = sorted(list_steps(store) if iterations is None else iterations)
     with ThreadPoolExecutor(min(_ASKED_AT_ONCE, len(wanted) or 1), "dcpfs-look") as pool:
         found = list(pool.map(lambda each: check_step(store, each, named=each == latest, trust=trust), wanted))
+    for status in found:
+        if status.state is StepState.OUTSIDE:
+            logger.warning("%s: %s is passed over", store.location, status.describe())
     return [status for status in found if status.state is not StepState.ABSENT]
 
 

@@ -35,6 +35,8 @@ class StepState(str, Enum):
     UNKNOWN = "unknown"
     """Files without a manifest that nothing names: another tool's step, a copy without its manifest, a remainder.
     Whether it is whole was not looked at."""
+    OUTSIDE = "outside"
+    """A symbolic link in it leads out of the place that was looked into, and is not followed."""
     ABSENT = "absent"
     """There is no file."""
 

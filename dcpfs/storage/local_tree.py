@@ -20,7 +20,7 @@ from collections.abc import Generator
 from dataclasses import replace
 
 from dcpfs.config import Durability
-from dcpfs.errors import PermissionDeniedError, StorageError
+from dcpfs.errors import LinkOutsideError, StorageError
 from dcpfs.storage.location import Location, check_name
 from dcpfs.storage.translate import Classified, FailureKind, Fault, classify_fault
 
@@ -80,12 +80,12 @@ class LocalTree:
         """Refuse a path whose resolved file name is not below the location's own.
 
         Raises:
-            PermissionDeniedError: A symbolic link leads out.
+            LinkOutsideError: A symbolic link leads out.
         """
         if not self._is_inside(real_name):
             self._real_root = os.path.realpath(self.root)
             if not self._is_inside(real_name):
-                raise PermissionDeniedError(
+                raise LinkOutsideError(
                     f"Can't use {self.target(path)}: a symbolic link leads out of the location, to {real_name}; open "
                     "that place itself"
                 )
