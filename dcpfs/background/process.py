@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dcpfs.background.channel import Channel, ChannelClosedError
 from dcpfs.errors import ConfigError
 
-__all__ = ["BackgroundProcess"]
+__all__ = ["BackgroundProcess", "start_command"]
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class BackgroundProcess:
         self._channel = Channel(own)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "dcpfs.background.worker", str(other.fileno()), target, str(niceness)],
+                [*start_command("dcpfs.background.worker"), str(other.fileno()), target, str(niceness)],
                 pass_fds=[other.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=_environment(),
@@ -133,6 +133,16 @@ class BackgroundProcess:
             reason = reason or "closed its channel and did not end"
         if not self._stopping:
             self._on_end(f"{self._name} {reason or describe_exit(self._process.returncode)}")
+
+
+def start_command(module: str) -> list[str]:
+    """The command that calls ``main`` of a module with its arguments, and ends with the code that it returns.
+
+    ``-m`` puts the current directory before the library, where a ``random.py`` would be taken for Python's; the
+    variable that forbids it is only known to Python 3.11 and later.
+    """
+    safe = "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
+    return [sys.executable, "-c", f"{safe}from {module} import main; sys.exit(main(sys.argv[1:]))"]
 
 
 def describe_exit(code: int) -> str:

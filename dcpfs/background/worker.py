@@ -1,4 +1,4 @@
-"""Where a background process begins: ``python -m dcpfs.background.worker DESCRIPTOR MODULE:FUNCTION NICENESS``.
+"""Where a background process begins: ``main(["DESCRIPTOR", "MODULE:FUNCTION", "NICENESS"])``.
 
 Problem: what a new process does before it does its work decides whether it survives: a launcher's SIGTERM to the whole
 group kills the save that the SIGTERM asked for (case 42).
@@ -12,7 +12,6 @@ import importlib
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -37,7 +36,3 @@ def main(arguments: Sequence[str]) -> int:
     run = getattr(importlib.import_module(module), name)
     run(Channel(socket.socket(fileno=descriptor)))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

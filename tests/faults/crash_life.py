@@ -63,7 +63,7 @@ def armed(folder: Path) -> Iterator[None]:
     site.mkdir(parents=True)
     (site / "sitecustomize.py").write_text(
         "import os, sys\n"
-        "if 'dcpfs.background.worker' in sys.orig_argv:\n"
+        "if any('dcpfs.background.worker' in each for each in sys.orig_argv):\n"
         "    from tests.faults.crash_life import arm\n"
         f"    arm(os.environ[{FOLDER!r}])\n"
     )
