@@ -83,7 +83,9 @@ def run(
         typer.Option(help=f"Contender, or module:attribute; can be repeated: {', '.join(everybody())}."),
     ] = None,
     baseline: Annotated[str | None, typer.Option(help="Contender that ratios are to.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Fresh processes of each contender.")] = 3,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Fresh processes of each contender; 4 is the fewest that compare can tell by.")
+    ] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls in each process; tables show the last.")] = 2,
     size_gb: Annotated[
         list[float] | None,

@@ -47,7 +47,9 @@ def bench(
         ),
     ] = None,
     size_gb: Annotated[float, typer.Option(min=0.0001, help="Size of the state that is saved and loaded.")] = 0.25,
-    repetitions: Annotated[int, typer.Option(min=1, help="Fresh processes of each contender.")] = 3,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Fresh processes of each contender; 4 is the fewest that compare can tell by.")
+    ] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls in each process; tables show the last.")] = 2,
     timeout_seconds: Annotated[float, typer.Option(min=1, help="Longest time of one process.")] = 900.0,
     tune: Annotated[
