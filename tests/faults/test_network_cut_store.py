@@ -24,6 +24,7 @@ from dcpfs.storage.retrying import RetryPolicy
 from dcpfs.testing.s3_faults import slow_down
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
 from dcpfs.testing.tcp_proxy import Cut, CutPoint, Direction, TcpProxy
+from tests.faults.proxied_state import MODES, options_through, seed_of, state_of, template_of
 from tests.faults.s3_scene import MIB, said_by
 from tests.faults.scripted_scene import Part, forget_clients
 
@@ -36,9 +37,6 @@ RETRY = RetryConfig(
 )
 GIVES_UP = RETRY.model_copy(update={"attempts": 3})
 TRANSFER = TransferConfig(part_bytes=5 * MIB, concurrency=4, read_bytes=4 * MIB)
-VALUES = 11 * MIB // 4
-"""11 MiB: three parts."""
-MODES = ["disabled", "async", "async_with_pinned_mem"]
 FAILURES = 3
 """So many failed attempts the client makes before the network is whole again."""
 
@@ -53,7 +51,7 @@ class Scene:
 
     @property
     def options(self) -> dict[str, object]:
-        return {**self.server.storage_options, "endpoint_url": f"http://127.0.0.1:{self.proxy.port}"}
+        return options_through(self.proxy, self.server.storage_options)
 
     def save(self, seed: int, retry: RetryConfig = RETRY, *, overwrite: bool = False) -> None:
         dcpfs.save(
@@ -67,13 +65,9 @@ class Scene:
 
     def load(self, retry: RetryConfig = RETRY) -> int:
         """The seed of the state that is found, after proving that it is all of that one."""
-        found: dict[str, object] = {"weights": torch.zeros(VALUES), "step": -1}
+        found = template_of()
         dcpfs.load(found, self.server.url("run/model"), storage_options=self.options, transfer=TRANSFER, retry=retry)
-        seed, weights = found["step"], found["weights"]
-        assert isinstance(seed, int)
-        assert isinstance(weights, torch.Tensor)
-        assert torch.equal(weights, weights_of(seed))
-        return seed
+        return seed_of(found)
 
     def config(self, mode: str, retry: RetryConfig = RETRY) -> dcpfs.CheckpointConfig:
         return dcpfs.CheckpointConfig.model_validate(
@@ -96,14 +90,6 @@ class Scene:
         assert torch.equal(model.values, Part(step).values)
         assert torch.equal(optim.values, Part(step * 10).values)
         return step
-
-
-def weights_of(seed: int) -> torch.Tensor:
-    return torch.arange(VALUES, dtype=torch.float32) + seed
-
-
-def state_of(seed: int) -> dict[str, object]:
-    return {"weights": weights_of(seed), "step": seed}
 
 
 @pytest.fixture(scope="module")
@@ -344,10 +330,7 @@ def test_a_cut_hits_all_connections_of_two_saves_at_once(scene: Scene) -> None:
     assert errors == []
     assert point.reached.is_set()
     for seed in range(2):
-        found_state = dcpfs.read(scene.server.url(f"run/{seed}"), storage_options=scene.options)
-        weights = found_state["weights"]
-        assert isinstance(weights, torch.Tensor)
-        assert torch.equal(weights, weights_of(seed))
+        assert seed_of(dcpfs.read(scene.server.url(f"run/{seed}"), storage_options=scene.options)) == seed
     assert not any(upload.parts for upload in scene.server.open_uploads())
 
 

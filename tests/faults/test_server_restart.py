@@ -23,6 +23,7 @@ from dcpfs.storage import s3_store
 from dcpfs.storage.retrying import RetryPolicy
 from dcpfs.testing.servers import RcloneServer, S3Server, SeaweedServer
 from dcpfs.testing.tcp_proxy import Cut, Direction, TcpProxy
+from tests.faults.proxied_state import MODES, VALUES, options_through, seed_of, state_of, template_of
 from tests.faults.s3_scene import MIB, said_by
 from tests.faults.scripted_scene import Part
 
@@ -36,10 +37,7 @@ RETRY = RetryConfig(
 )
 GIVES_UP = RETRY.model_copy(update={"attempts": 4, "max_backoff_seconds": 0.05})
 TRANSFER = TransferConfig(part_bytes=5 * MIB, concurrency=2, read_bytes=4 * MIB)
-VALUES = 11 * MIB // 4
-"""11 MiB: three parts."""
 SMALL = 1000
-MODES = ["disabled", "async", "async_with_pinned_mem"]
 
 
 class Scene:
@@ -53,22 +51,20 @@ class Scene:
 
     @property
     def options(self) -> dict[str, object]:
-        return {**self.server.storage_options, "endpoint_url": f"http://127.0.0.1:{self.proxy.port}"}
+        return options_through(self.proxy, self.server.storage_options)
 
     def url(self, name: str) -> str:
         return self.server.url(f"{self.prefix}/{name}")
 
     def save(self, seed: int, count: int, retry: RetryConfig = RETRY) -> None:
-        state = {"weights": weights_of(seed, count), "step": seed}
-        dcpfs.save(state, self.url("model"), storage_options=self.options, transfer=TRANSFER, retry=retry)
+        dcpfs.save(
+            state_of(seed, count), self.url("model"), storage_options=self.options, transfer=TRANSFER, retry=retry
+        )
 
     def load(self, seed: int, count: int, retry: RetryConfig = RETRY) -> None:
-        found: dict[str, object] = {"weights": torch.zeros(count), "step": -1}
+        found = template_of(count)
         dcpfs.load(found, self.url("model"), storage_options=self.options, transfer=TRANSFER, retry=retry)
-        weights = found["weights"]
-        assert isinstance(weights, torch.Tensor)
-        assert torch.equal(weights, weights_of(seed, count))
-        assert found["step"] == seed
+        assert seed_of(found) == seed
 
     def kill(self) -> None:
         """The server and all its connections die at once."""
@@ -104,10 +100,6 @@ class Scene:
         finally:
             thread.join(120)
         assert errors == []
-
-
-def weights_of(seed: int, count: int) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.float32) + seed
 
 
 @contextmanager
