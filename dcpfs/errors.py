@@ -23,6 +23,7 @@ the others, also when the original exception can't be pickled.
     │   │   └── LinkOutsideError                   a symbolic link leads out of the location
     │   ├── StorageTimeoutError (TimeoutError)     the deadline of the retry policy passed
     │   ├── StorageFullError                       no space, quota
+    │   ├── DamagedObjectError                     the store itself finds that an object's bytes changed
     │   ├── TransferSizeError                      fewer or more bytes arrived than were sent or promised
     │   └── UnsupportedOperationError (io.UnsupportedOperation)   e.g. a write to a read-only store
     ├── CheckpointError (Exception)                a checkpoint, as opposed to the store beneath it
@@ -54,6 +55,7 @@ __all__ = [
     "ConfigError",
     "CorruptCheckpointError",
     "CredentialsError",
+    "DamagedObjectError",
     "DcpfsError",
     "IncompleteCheckpointError",
     "KeyMismatchError",
@@ -153,6 +155,10 @@ class StorageTimeoutError(StorageError, TimeoutError):
 
 class StorageFullError(StorageError):
     """No space left, or a quota is used up."""
+
+
+class DamagedObjectError(StorageError):
+    """What serves an object, such as an archive that has a checksum of it, finds that its bytes have changed."""
 
 
 class TransferSizeError(StorageError):

@@ -44,6 +44,7 @@ from dcpfs.config import Trust
 from dcpfs.errors import (
     CheckpointError,
     CorruptCheckpointError,
+    DamagedObjectError,
     LinkOutsideError,
     UntrustedDataError,
 )
@@ -139,6 +140,8 @@ class _Look:
             return self._judge(named=named)
         except LinkOutsideError as error:  # of this step alone: it was moved away and linked back
             return self._found(StepState.OUTSIDE, f"it was not looked at: {error.message}")
+        except DamagedObjectError as error:
+            return self._found(StepState.DAMAGED, error.message)
 
     def _judge(self, *, named: bool) -> StepStatus:
         data = get_if_there(self._store, self._at(MANIFEST_NAME))

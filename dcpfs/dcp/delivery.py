@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from dcpfs.dcp.landing import Landing, LandingContext
 from dcpfs.dcp.read_plan import Request, RequestLimits, Segment, choose_joins, plan_requests
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
-from dcpfs.errors import IncompleteCheckpointError, ObjectNotFoundError, TransferSizeError
+from dcpfs.errors import DamagedObjectError, IncompleteCheckpointError, ObjectNotFoundError, TransferSizeError
 from dcpfs.storage.store import Store
 
 if TYPE_CHECKING:
@@ -193,6 +193,8 @@ class Delivery:
             raise self._context.corrupt(
                 key, file, f"the data ends before the {recorded} bytes that the metadata lists"
             ) from error
+        except DamagedObjectError as error:
+            raise self._context.corrupt(key, file, f"the store finds damage ({error.message})") from error
         except ObjectNotFoundError as error:
             raise self._missing(key, file) from error
         with self._progress:

@@ -26,6 +26,7 @@ from dcpfs.errors import (
     CheckpointNotFoundError,
     ConfigError,
     CorruptCheckpointError,
+    DamagedObjectError,
     ObjectNotFoundError,
 )
 from dcpfs.format.entries import decode_object, decode_tensor_entry
@@ -128,12 +129,17 @@ class CheckpointSource:
 
         Raises:
             CheckpointNotFoundError: There is none.
+            CorruptCheckpointError: The store itself finds that it is damaged.
         """
         name = METADATA_NAME if rank is None else rank_metadata_name(rank)
         try:
             return self.store.get(name)
         except BucketNotFoundError:
             raise
+        except DamagedObjectError as error:
+            raise CorruptCheckpointError(
+                f"reading the {name} of {self.url}: the store finds damage ({error.message})", file=name
+            ) from error
         except ObjectNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"no checkpoint at {self.url}: it has no {name}; check the URL (a save that failed or still runs "

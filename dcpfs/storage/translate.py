@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from dcpfs.errors import (
     BucketNotFoundError,
     CredentialsError,
+    DamagedObjectError,
     DcpfsError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -126,6 +127,7 @@ class Fault(enum.Enum):
     UNSUPPORTED = "unsupported"
     RANGE = "range"
     UPLOAD_LOST = "upload lost"
+    DAMAGED = "damaged"
     TRUST = "trust"
     THROTTLED = "throttled"
     TRANSIENT = "transient"
@@ -155,6 +157,7 @@ _MEANINGS: Mapping[Fault, _Meaning] = {
     Fault.UNSUPPORTED: _Meaning(UnsupportedOperationError, _P, "use a store that can"),
     Fault.RANGE: _Meaning(TransferSizeError, _P, "the object is shorter than it should be"),
     Fault.UPLOAD_LOST: _Meaning(StorageError, _P, "the store lost the upload or a part of it, so save again"),
+    Fault.DAMAGED: _Meaning(DamagedObjectError, _P, "the data changed since it was saved, so use another copy"),
     Fault.TRUST: _Meaning(StorageError, _P, "check the endpoint's name and certificate"),
     Fault.THROTTLED: _Meaning(StorageError, _S, "lower TransferConfig.concurrency or raise RetryConfig's limits"),
     Fault.TRANSIENT: _Meaning(StorageError, _T, "check network and endpoint, or raise RetryConfig's limits"),
@@ -232,6 +235,7 @@ _TYPES: Mapping[Fault, str] = {
     Fault.EXPIRED: "botocore.CredentialRetrievalError botocore.TokenRetrievalError google.RefreshError",
     Fault.REGION: "botocore.NoRegionError botocore.UnknownRegionError botocore.InvalidRegionError",
     Fault.UNSUPPORTED: "UnsupportedOperation NotImplementedError",
+    Fault.DAMAGED: "zipfile.BadZipFile zlib.error",
     Fault.TRUST: """aiohttp.ClientConnectorCertificateError aiohttp.ClientConnectorSSLError botocore.SSLError
         SSLCertVerificationError requests.SSLError paramiko.BadHostKeyException asyncssh.HostKeyNotVerifiable""",
     Fault.TRANSIENT: """TimeoutError ConnectionError EOFError HTTPException SSLError
