@@ -47,6 +47,7 @@ from dcpfs.dcp.source import CheckpointSource
 from dcpfs.errors import CheckpointError, CheckpointNotFoundError, DcpfsError
 from dcpfs.format.collector import paused_collector
 from dcpfs.format.names import METADATA_NAME
+from dcpfs.format.naming import naming
 from dcpfs.ranks import Ranks, attempt, portable_error
 from dcpfs.storage.location import Location
 
@@ -281,15 +282,16 @@ class _StepLoad:
                     continue  # other ranks have it
                 url = self._url_of(key)
                 index = self._indexes[key] = self._stored.decode_index(key, trust=trust, url=url)
-                loading = KeyLoading(
-                    key,
-                    part,
-                    index,
-                    allow_cast=self.allow_cast,
-                    renaming=self.renaming,
-                    known_names=known_names,
-                    url=url,
-                )
+                with naming(url):
+                    loading = KeyLoading(
+                        key,
+                        part,
+                        index,
+                        allow_cast=self.allow_cast,
+                        renaming=self.renaming,
+                        known_names=known_names,
+                        url=url,
+                    )
                 self._loadings[key] = loading
                 if key == MODEL:
                     known_names = loading.placement.fqns

@@ -113,6 +113,10 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
     """
     try:
         record = json.loads(data.decode("utf-8"), object_pairs_hook=_distinct)
+        if not isinstance(record, dict):
+            raise ValueError(f"it is a {type(record).__name__}, not an object")
+        if "schema" not in record:
+            raise ValueError("it says no schema, so it is another kind of file")
         schema = record["schema"]
         if schema != SCHEMA_VERSION:
             raise ValueError(f"schema {schema!r} is not known to this version, which knows {SCHEMA_VERSION}")
@@ -133,7 +137,7 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
         return Manifest(
             save_id=_text(record["save_id"]),
             iteration=_count(record["iteration"]),
-            world_size=_count(record["world_size"]),
+            world_size=_world_size(record["world_size"]),
             files=files,
             keys=keys,
             rank_files=rank_files,
@@ -143,7 +147,8 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
             topology=dict(record.get("topology", {})),
             fingerprint={str(key): int(value, 16) for key, value in record.get("fingerprint", {}).items()},
         )
-    except UntrustedDataError:
+    except UntrustedDataError as error:
+        error.message = f"{error.message} (in the manifest of {url})"
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(
@@ -182,6 +187,13 @@ def _count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_NUMBER:
         raise ValueError(f"{str(value)[:80]} is no count")
     return value
+
+
+def _world_size(value: object) -> int:
+    count = _count(value)
+    if count == 0:
+        raise ValueError("a world size of 0 is none")
+    return count
 
 
 def _number(value: object) -> float:

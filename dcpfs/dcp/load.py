@@ -36,6 +36,7 @@ from dcpfs.dcp.state_filling import StateFilling
 from dcpfs.errors import CheckpointNotFoundError
 from dcpfs.format.collector import paused_collector
 from dcpfs.format.index import BytesRecord, CheckpointIndex
+from dcpfs.format.naming import naming
 from dcpfs.ranks import Ranks, attempt, portable_error
 from dcpfs.storage.location import Location
 
@@ -231,7 +232,8 @@ class _Load:
 
     def _prepare(self, index: CheckpointIndex) -> None:
         self._filling = StateFilling(self._state)
-        self._match = self._filling.match_records(index, allow_cast=self.allow_cast)
+        with naming(self.source.url):
+            self._match = self._filling.match_records(index, allow_cast=self.allow_cast)
         self._aliases = find_aliases(self._match.wants)
         require_agreeing(self._aliases, self.source.url)
 
@@ -361,8 +363,9 @@ def read(
             check_plausible(key, record, source.url)
             tensor = torch.empty(record.shape, dtype=record.dtype, device="cpu")
             leaves[key] = tensor
-            for want in wants_of_box(key, record, (0,) * len(record.shape), record.shape, tensor):
-                fetch.add_tensor(want)
+            with naming(source.url):
+                for want in wants_of_box(key, record, (0,) * len(record.shape), record.shape, tensor):
+                    fetch.add_tensor(want)
         fetch.run()
     finally:
         source.close()

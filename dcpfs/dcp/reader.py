@@ -41,6 +41,7 @@ from dcpfs.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpoint
 from dcpfs.format.collector import paused_collector
 from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, TensorRecord
 from dcpfs.format.metadata import index_metadata
+from dcpfs.format.naming import naming
 from dcpfs.storage.location import Location
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ class FsspecStorageReader(StorageReader):
         if self._index is None:
             raise ConfigError("read_data needs set_up_storage_reader first, as dcp.load does it")
         try:
-            with paused_collector():
+            with paused_collector(), naming(self._source.url):
                 fetch, tensors = self._plan_fetch(self._index, plan, planner)
             fetch.run()
         finally:

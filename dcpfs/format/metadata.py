@@ -49,6 +49,7 @@ from dcpfs.format.index_block import (
 from dcpfs.format.metadata_classes import STRUCTURE_ATTRIBUTE, load_metadata_pickle
 from dcpfs.format.metadata_pickle import encode_metadata_pickle
 from dcpfs.format.names import check_relative_name
+from dcpfs.format.naming import naming
 from dcpfs.torch_private import StorageInfo
 
 __all__ = [
@@ -130,7 +131,7 @@ def decode_index(
         UntrustedDataError: A class is not on the allow-list, or a name leaves the checkpoint.
     """
     where = _where(url)
-    with paused_collector():
+    with paused_collector(), naming(where):
         block = split_index(data, where=where)
         if block is not None:
             return block.contents
@@ -147,7 +148,7 @@ def decode_both(
         UntrustedDataError: A class is not on the allow-list, or a name leaves the checkpoint.
     """
     where = _where(url)
-    with paused_collector():
+    with paused_collector(), naming(where):
         block = split_index(data, where=where)
         if block is not None and block.extras.complete:
             return block.contents, metadata_from_index(block.contents, block.extras)

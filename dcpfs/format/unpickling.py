@@ -87,6 +87,11 @@ class SafeUnpickler(pickle._Unpickler):
         except DcpfsError:
             raise
         except Exception as error:
+            if isinstance(error, KeyError) and self._bytes.tell() <= 1:  # its first byte is no instruction
+                raise CorruptCheckpointError(
+                    f"reading {self._what}: it is no pickle but begins with {self._bytes.getvalue()[:16]!r}, so that "
+                    f"something else was put in its place, such as a server's answer in words"
+                ) from error
             raise CorruptCheckpointError(
                 f"reading {self._what}: its pickle is damaged ({type(error).__name__}: {str(error)[:200]})"
             ) from error
