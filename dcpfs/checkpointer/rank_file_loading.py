@@ -28,6 +28,7 @@ from dcpfs.errors import (
     CheckpointError,
     ConfigError,
     CorruptCheckpointError,
+    DamagedObjectError,
     IncompleteCheckpointError,
     ObjectNotFoundError,
     UntrustedDataError,
@@ -146,6 +147,10 @@ class RankFileLoading:
             data = store.get(name)
         except BucketNotFoundError:
             raise
+        except DamagedObjectError as error:
+            raise CorruptCheckpointError(
+                f"loading {self._url}: the store finds damage ({error.message})", file=name, key=self._key
+            ) from error
         except ObjectNotFoundError as error:
             raise IncompleteCheckpointError(
                 f"loading {self._url}: its file {name!r} is missing; the step is incomplete, so load another one",

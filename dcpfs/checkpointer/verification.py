@@ -24,7 +24,13 @@ from dcpfs.checkpointer.presence import size_if_there
 from dcpfs.checkpointer.step_status import StepStatus
 from dcpfs.config import TransferConfig, Trust
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
-from dcpfs.errors import BucketNotFoundError, CheckpointError, ObjectNotFoundError, TransferSizeError
+from dcpfs.errors import (
+    BucketNotFoundError,
+    CheckpointError,
+    DamagedObjectError,
+    ObjectNotFoundError,
+    TransferSizeError,
+)
 from dcpfs.format.checksum import crc32, crc32_combine
 from dcpfs.format.index import CheckpointIndex, EntryLocation, TensorRecord
 from dcpfs.format.metadata import decode_index
@@ -202,6 +208,8 @@ class _Verification:
                 self._add(name, "is missing")
             except TransferSizeError as error:
                 self._add(name, f"is shorter than it was saved ({error.message})")
+            except DamagedObjectError as error:
+                self._add(name, f"was damaged since it was saved ({error.message})")
 
         return guarded
 
@@ -231,7 +239,7 @@ class _Verification:
             raise
         except ObjectNotFoundError:
             self._add(name, "is missing")
-        except CheckpointError as error:
+        except (CheckpointError, DamagedObjectError) as error:
             self._add(name, f"can't be used: {error.message}")
         return None
 

@@ -64,3 +64,21 @@ def test_a_step_with_a_damaged_manifest_is_passed_over(tmp_path: Path) -> None:
         assert checkpointer.steps() == [1]
         assert checkpointer.load_state({"net": state}) == 1
     assert torch.equal(state["weight"], torch.ones(3))
+
+
+@pytest.mark.parametrize("damaged", ["net/__0_0.distcp", "net/.metadata", "dataloader/rank_0.pkl"])
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_damaged_file_of_a_step_leads_to_the_one_before(damaged: str, verify: bool, tmp_path: Path) -> None:
+    archive, run = tmp_path / "archive.zip", tmp_path / "run"
+    with dcpfs.DistributedCheckpointer(dcpfs.CheckpointConfig(save_dir=str(run))) as checkpointer:
+        for step in (1, 2):
+            parts = {"net": {"weight": torch.full((3,), float(step))}, "dataloader": {"at": step}}
+            checkpointer.save_state(step, parts)
+    _zip(run, archive, zipfile.ZIP_STORED)
+    _flip(archive, (run / "iter_000000002" / damaged).read_bytes())
+    state, place = {"weight": torch.zeros(3)}, {"at": 0}
+    config = dcpfs.CheckpointConfig(save_dir=f"zip://::{archive}", verify_on_resume=verify)
+    with dcpfs.DistributedCheckpointer(config, access="read_only") as checkpointer:
+        assert checkpointer.load_state({"net": state, "dataloader": place}) == 1
+    assert torch.equal(state["weight"], torch.ones(3))
+    assert place == {"at": 1}
