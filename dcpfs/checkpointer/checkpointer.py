@@ -227,8 +227,8 @@ class DistributedCheckpointer:
             The iteration to go on from; 0 from scratch, and for a start from weights alone.
 
         Raises:
-            KeyMismatchError: Something asked for is not in the step, or does not fit; nothing was changed. Or tensors that
-                share memory have different values there; ``written_keys`` says what was changed.
+            KeyMismatchError: Something asked for is not in the step, or does not fit; nothing was changed. Or tensors
+                that share memory have different values there; ``written_keys`` says what was changed.
             CorruptCheckpointError: No step could be read whole; ``written_keys`` says what was changed.
             IncompleteCheckpointError: Steps were committed, and none is usable.
             CheckpointNotFoundError: ``load_path`` or ``load_step`` is not there.
