@@ -367,6 +367,9 @@ class _Run:
         except PermissionDeniedError as error:  # of this step alone: the names could be listed
             self.failures[iteration] = error.message
             return StepFacts(iteration, StepKind.UNKNOWN)
+        if status.state is StepState.OUTSIDE:
+            self.failures[iteration] = status.reason
+            return StepFacts(iteration, StepKind.UNKNOWN)
         facts = StepFacts(iteration, _kind_of(status), status.manifest.metric if status.manifest else None)
         if status.manifest is not None:
             self._save_ids[iteration] = status.manifest.save_id
