@@ -512,7 +512,7 @@ def test_a_uuid_that_is_never_filled_is_a_whole_one() -> None:
 @pytest.mark.parametrize("order", "<>")
 def test_numpy_text_of_characters_that_there_are_not_is_refused(order: str) -> None:
     good = np.array(["ab", "\U0010ffff"], dtype=f"{order}U2")
-    assert (loads(pickle.dumps(good, 2)) == good).all()  # type: ignore[attr-defined]  # an array
+    assert (loads(pickle.dumps(good, 2)) == good).all()
     codes = good.view(f"{order}u4").copy()
     codes[3] = 0x110000
     for value in (codes.view(f"{order}U2"), codes.view(f"{order}U2")[1]):
