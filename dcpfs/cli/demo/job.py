@@ -183,8 +183,9 @@ def _run_ranks(job: Job, folder: Path) -> list[_RankEvents]:
             ranked = replace(job, rank=rank, rendezvous=str(folder / "rendezvous"))
             if process.stdin is None:
                 raise DemoError("a rank has no standard input")
-            with process.stdin as stdin:
-                stdin.write(ranked.to_json())
+            # It stays open: a rank stays until all are done, since one that leaves cuts its peers' last exchange off.
+            process.stdin.write(ranked.to_json() + "\n")
+            process.stdin.flush()
         watchdog = _Watchdog(processes)
         stack.callback(watchdog.cancel)
         watchdog.start()
@@ -223,8 +224,9 @@ def _follow(process: subprocess.Popen[str], log: Path, *, killed: bool = False) 
 def _kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
-    if process.stdout is not None:
-        process.stdout.close()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
 
 
 class _Watchdog:

@@ -179,13 +179,14 @@ def _resume(run: _Run) -> None:
 
 def main() -> None:
     """Run the job from standard input."""
-    job = Job(**json.load(sys.stdin))
+    job = Job(**json.loads(sys.stdin.readline()))
     torch.set_num_threads(1)  # several ranks share the machine, and one thread sums in one order
     torch.manual_seed(0)
     dist.init_process_group("gloo", init_method=f"file://{job.rendezvous}", rank=job.rank, world_size=job.world_size)
     run = _Run(job)
     {"train": _train, "save": _save, "resume": _resume, "check": _resume}[job.role](run)
     emit("done")
+    sys.stdin.read()  # until the parent ends this process, or is gone
     dist.destroy_process_group()
 
 
