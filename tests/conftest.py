@@ -1,7 +1,8 @@
-"""Servers that the tests share. Each starts when first asked for, once a process, and ends with it."""
+"""What tests share: servers, each started when first asked for and ended with its process, and a quiet collector."""
 
 from __future__ import annotations
 
+import gc
 import uuid
 from collections.abc import Iterator
 
@@ -48,3 +49,14 @@ def scripted_s3() -> Iterator[ScriptedS3Server]:
 def tls_authority(tmp_path_factory: pytest.TempPathFactory) -> TlsAuthority:
     """Signs the certificate of every TLS server of the tests."""
     return TlsAuthority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+def _uncollected() -> Iterator[None]:
+    """Nothing is freed but by the last reference to it."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

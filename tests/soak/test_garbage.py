@@ -6,9 +6,8 @@ or casts it does, would hold as many of them.
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,16 +27,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, scripted_s3: ScriptedS
     if request.param == "s3":
         return Location(scripted_s3.url("garbage"), scripted_s3.storage_options)
     return location_on(request.param, tmp_path, lambda: pytest.fail("no server is needed"))
-
-
-@pytest.fixture
-def _uncollected() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.mark.usefixtures("_uncollected")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,16 +14,6 @@ from dcpfs.storage.translate import ResponseError
 
 class State:
     """What whoever asks holds: a whole training state, maybe."""
-
-
-@pytest.fixture
-def _uncollected() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def run(code: int, name: str, times: int) -> tuple[bool, weakref.ref[State]]:
