@@ -203,8 +203,11 @@ class HttpPool:
             connection.connect()
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.sock.settimeout(self._read_timeout_seconds)
-        except BaseException:
+        except BaseException as error:
             connection.close()
+            if type(error) is OSError and error.errno is None:
+                # How http.client says that a proxy opened no way: it may be busy, or restart.
+                raise ConnectionError(str(error)) from error
             raise
         return connection
 
@@ -227,7 +230,7 @@ class HttpPool:
         # Taken from the text: urlsplit drops an empty query's "?".
         target = request.url if plain_proxy else request.url[len(origin) :] or "/"
         connection.putrequest(request.method, target, skip_host=True, skip_accept_encoding=True)
-        connection.putheader("Host", parts.netloc.rpartition("@")[2])
+        connection.putheader("Host", _host(parts))
         for name, value in request.headers.items():
             connection.putheader(name, value)
         if plain_proxy and proxy is not None:
@@ -250,12 +253,18 @@ class HttpPool:
 
     @staticmethod
     def _finish(response: http.client.HTTPResponse) -> bool:
-        """Read a short rest, so that the connection can be reused. Returns whether it can."""
+        """Read a short rest, so that the connection can be reused. Returns whether it can.
+
+        Whoever asked has what it wanted, so what becomes of the rest is no failure.
+        """
         if not response.isclosed():
             length = response.length
             if length is None or length > _DISCARD_BYTES:
                 return False
-            response.read()
+            try:
+                response.read()
+            except (OSError, http.client.HTTPException):
+                return False
         return not response.will_close
 
 
@@ -290,6 +299,15 @@ class Scatter:
 
     def _count(self, size_bytes: int) -> None:
         self.done_bytes += size_bytes
+
+
+def _host(parts: SplitResult) -> str:
+    """The host as it is signed: in lower case, without a user, and without the port that its scheme has anyway."""
+    host = parts.hostname or ""
+    if ":" in host:
+        host = f"[{host}]"
+    own_port = 443 if parts.scheme == "https" else 80
+    return host if parts.port in (None, own_port) else f"{host}:{parts.port}"
 
 
 def _is_silent(connection: _Connection) -> bool:

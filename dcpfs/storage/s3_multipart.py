@@ -382,9 +382,10 @@ def _answer_date(answer: dict[str, object]) -> dt.datetime | None:
     """The store's clock as it answered, in whole seconds."""
     metadata = cast("dict[str, dict[str, str]]", answer.get("ResponseMetadata") or {})
     try:
-        return email.utils.parsedate_to_datetime(metadata.get("HTTPHeaders", {}).get("date", ""))
+        date = email.utils.parsedate_to_datetime(metadata.get("HTTPHeaders", {}).get("date", ""))
     except ValueError:
         return None
+    return date if date.tzinfo is not None else date.replace(tzinfo=dt.timezone.utc)
 
 
 def _error_code(failure: Exception) -> str:

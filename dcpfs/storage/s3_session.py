@@ -42,6 +42,8 @@ _BUCKET_ARN = re.compile(
     r"|arn:aws[^:/]*:s3(?:-object-lambda)?:[^:/]*:\d{12}:accesspoint[/:][^/]+)(?:/(.*))?$",
     re.DOTALL,
 )
+_CHECKSUMS = ("CRC32", "SHA1", "SHA256")
+"""Those that can be computed without a package of its own."""
 
 
 def split_bucket(path: str) -> tuple[str, str]:
@@ -67,6 +69,7 @@ class S3Session:
         self._location = location
         self._retry = retry
         self._connections = connections
+        self._wanted_checksum = _wanted_checksum(location)
         self._current: S3Client | None = None
         self._key: str | None = None
         self._trusted = True
@@ -97,6 +100,13 @@ class S3Session:
     def config(self) -> Any:
         """Botocore's merged configuration of the client."""
         return self._open().client.meta.config
+
+    @property
+    def checksum_algorithm(self) -> str | None:
+        """Of the checksum that goes with what is written, where the user's options ask for one."""
+        if self._wanted_checksum is not None:
+            return self._wanted_checksum
+        return "CRC32" if self.config.request_checksum_calculation == "when_supported" else None
 
     @property
     def is_amazon(self) -> bool:
@@ -267,13 +277,14 @@ class S3Session:
             "connect_timeout": self._retry.connect_timeout_seconds,
             "read_timeout": self._retry.read_timeout_seconds,
             "max_pool_connections": self._connections,
-            # Stores other than AWS know no checksum trailers; sizes are checked after every upload instead.
-            "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
             **given,
             # One retry policy, that of dcpfs.
             "retries": {"total_max_attempts": 1, "mode": "standard"},
         }
+        if "AWS_REQUEST_CHECKSUM_CALCULATION" not in os.environ:
+            # Stores other than AWS know no checksum trailers; sizes are checked after every upload instead.
+            settings.setdefault("request_checksum_calculation", "when_required")
         if "http_session_cls" in inspect.signature(AioConfig).parameters:
             session_class = settings.get("http_session_cls", AIOHTTPSession)
             settings["http_session_cls"] = without_redirects(session_class)
@@ -326,6 +337,22 @@ class S3Session:
             make_ssl_context=make_ssl_context,
             find_proxy=find_proxy,
         )
+
+
+def _wanted_checksum(location: Location) -> str | None:
+    """The algorithm among the ``s3_additional_kwargs``.
+
+    Raises:
+        ConfigError: It is one that nobody here can compute.
+    """
+    extra = cast("Mapping[str, object]", location.storage_options.get("s3_additional_kwargs") or {})
+    name = extra.get("ChecksumAlgorithm")
+    if name is None or name in _CHECKSUMS:
+        return name
+    raise ConfigError(
+        f"Can't open {location}: its storage_options ask for checksums of the algorithm {name!r}; give one of "
+        f"{', '.join(_CHECKSUMS)}"
+    )
 
 
 def _input_members(client: Any, operation: str) -> frozenset[str]:

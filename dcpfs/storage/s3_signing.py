@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import base64
 import contextvars
+import hashlib
 import os
 import re
 import threading
@@ -45,7 +46,7 @@ _SIGNED_AHEAD = 31
 _RESIGNABLE = frozenset({"s3v4", "v4"})
 _UNSENT = frozenset({"amz-sdk-invocation-id", "amz-sdk-request", "content-length", "expect", "host"})
 """Headers of a prepared request that describe botocore's own sending of it, not the request."""
-_CHECKSUM_HEADER = "x-amz-checksum-crc32"
+_CHECKSUM_HEADERS = "x-amz-checksum-"
 _PART_NUMBER = re.compile(r"(?<=[?&]partNumber=)\d+")
 
 
@@ -84,9 +85,13 @@ class PartTemplate:
 
 
 class _Capture:
-    """What the event handlers see of one request on its way through botocore."""
+    """What the event handlers see of one request on its way through botocore.
 
-    def __init__(self) -> None:
+    Of no other: on its way botocore may open a session (S3 Express), which it sends for real.
+    """
+
+    def __init__(self, operation: str) -> None:
+        self.operation = operation
         self.request: HttpRequest | None = None
         self.unsigned: HttpRequest | None = None
         self.context: dict[str, object] = {}
@@ -148,18 +153,15 @@ class S3Signer:
         return template.generation == self._session.generation and time.monotonic() < template.until_seconds
 
     def checksum(self, buffers: Sequence[memoryview]) -> dict[str, object]:
-        """The checksum parameter of an upload, when the user's ``config_kwargs`` ask for checksums, else nothing.
+        """The checksum parameter of an upload, when the user's options ask for checksums, else nothing.
 
-        Computed here, since botocore would do it by wrapping the body in chunks with a trailer.
+        Computed here, since botocore would do it of a body that it does not have, by wrapping it in chunks with a
+        trailer.
         """
-        if self._session.config.request_checksum_calculation != "when_supported":
+        algorithm = self._session.checksum_algorithm
+        if algorithm is None:
             return {}
-        from isal import isal_zlib
-
-        value = 0
-        for buffer in buffers:
-            value = isal_zlib.crc32(buffer, value)
-        return {"ChecksumCRC32": base64.b64encode(value.to_bytes(4, "big")).decode("ascii")}
+        return {f"Checksum{algorithm}": base64.b64encode(_digest(algorithm, buffers)).decode("ascii")}
 
     @property
     def signs_payload(self) -> bool:
@@ -173,9 +175,9 @@ class S3Signer:
         current = self._session.client
         self._hook(current)
         arguments = self._session.arguments(operation, parameters)
+        capture = _Capture(current.client.meta.method_to_api_mapping[operation])
 
         async def run() -> _Capture:
-            capture = _Capture()
             token = _capture.set(capture)
             try:
                 await getattr(current.client, operation)(**arguments)
@@ -293,10 +295,11 @@ def _on_before_sign(
     region_name: str,
     signature_version: object,
     request_signer: _RequestSigner,
+    operation_name: str,
     **_: object,
 ) -> None:
     capture = _capture.get()
-    if capture is None:
+    if capture is None or operation_name != capture.operation:
         return
     signing = cast("Mapping[str, str]", request.context.get("signing") or {})
     capture.signature_version = signature_version
@@ -307,14 +310,28 @@ def _on_before_sign(
     capture.context = {name: request.context[name] for name in ("client_config", "signing") if name in request.context}
 
 
-def _on_before_send(request: _Request, **_: object) -> object:
+def _on_before_send(request: _Request, event_name: str, **_: object) -> object:
     capture = _capture.get()
-    if capture is None:
+    if capture is None or event_name.rpartition(".")[2] != capture.operation:
         return None
     from aiobotocore.awsrequest import AioAWSResponse
 
     capture.request = HttpRequest(request.method, request.url, _sendable(request.headers))
     return AioAWSResponse(request.url, 200, {}, _NoBody())
+
+
+def _digest(algorithm: str, buffers: Sequence[memoryview]) -> bytes:
+    if algorithm == "CRC32":
+        from isal import isal_zlib
+
+        value = 0
+        for buffer in buffers:
+            value = isal_zlib.crc32(buffer, value)
+        return value.to_bytes(4, "big")
+    digest = hashlib.new(algorithm, usedforsecurity=False)
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.digest()
 
 
 def _taken(capture: _Capture) -> HttpRequest:
@@ -348,9 +365,9 @@ def _template(capture: _Capture, generation: int, until_seconds: float) -> PartT
 def _sign_again(template: PartTemplate, number: int, checksum: Mapping[str, object]) -> HttpRequest:
     source = template.request
     url = _PART_NUMBER.sub(str(number), source.url, count=1)
-    headers = {name: value for name, value in source.headers.items() if name.lower() != _CHECKSUM_HEADER}
-    if checksum:
-        headers[_CHECKSUM_HEADER] = str(checksum["ChecksumCRC32"])
+    headers = {name: value for name, value in source.headers.items() if not name.lower().startswith(_CHECKSUM_HEADERS)}
+    for name, value in checksum.items():
+        headers[_CHECKSUM_HEADERS + name.removeprefix("Checksum").lower()] = str(value)
     if template.auth is None:
         return HttpRequest(source.method, url, headers)
     from botocore.awsrequest import AWSRequest

@@ -125,6 +125,10 @@ class BodyResponse(http.client.HTTPResponse):
     @override
     def begin(self) -> None:
         super().begin()
+        while 100 <= self.status < 200:
+            # An announcement (processing, early hints), which the answer follows; http.client knows but one of them.
+            self.headers = None  # type: ignore[assignment]  # how it tells that nothing has been read yet
+            super().begin()
         if self._is_read:
             self._pace.start_body()
 
@@ -149,13 +153,15 @@ class BodyResponse(http.client.HTTPResponse):
             while left:
                 count = _receive(self._sock, left[:_VECTOR])
                 if not count:
-                    self.close()
-                    return
+                    break
                 self.length -= count
                 arrived(count)
                 left = _after(left, count)
                 if left:
                     self._pace.note(count)
+        if left:
+            # Not sooner: where the server closes, this is the end of the socket too.
+            self.close()
 
     def _drain(self, left: list[memoryview], arrived: Callable[[int], None]) -> list[memoryview]:
         """Take what came with the head and lies in the reader's buffer; returns what is still to be filled."""

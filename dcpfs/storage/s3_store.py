@@ -60,7 +60,7 @@ _BATCH = 1000
 """Keys in one bulk delete: S3's limit."""
 _DELETE_CONCURRENCY = 16
 _NO_BULK_DELETE = frozenset(
-    {"InvalidDigest", "MalformedXML", "MethodNotAllowed", "MissingContentMD5", "NotImplemented"}
+    {"InvalidArgument", "InvalidDigest", "MalformedXML", "MethodNotAllowed", "MissingContentMD5", "NotImplemented"}
 )
 """What old and partial stores say to a bulk delete without Content-MD5."""
 
@@ -290,9 +290,14 @@ class S3Store:
         while True:
             page = self._attempt("list", prefix, lambda: self._session.call("list_objects_v2", **arguments))
             yield page
-            token = page.get("NextContinuationToken")
-            if not page.get("IsTruncated") or not token:
+            if not page.get("IsTruncated"):
                 return
+            token = page.get("NextContinuationToken")
+            if not token or token == arguments.get("ContinuationToken"):
+                raise UnsupportedOperationError(
+                    f"Can't list {self._target(prefix)}: the store says that there is more and not how to ask for "
+                    "it; use one that knows ListObjectsV2"
+                )
             arguments["ContinuationToken"] = token
 
     def _put_absent(self, path: str, views: Sequence[memoryview]) -> str | None:
@@ -391,11 +396,12 @@ class S3Store:
                 for entry in cast("Sequence[Mapping[str, object]]", answer.get("Errors") or ())
                 if entry.get("Code") not in ("NoSuchKey", "NoSuchVersion")
             }
-            left = [key for key in left if key in failed]
-            if left:
-                raise _key_error(failed[left[0]])
+            if failed.keys() <= set(left):
+                left = [key for key in left if key in failed]
+            # Else one failed without a name, or under another: it can be any.
             if failed:
                 raise _key_error(next(iter(failed.values())))
+            left = []
 
         try:
             self._attempt("delete", keys[left[0]], attempt)
@@ -415,9 +421,10 @@ class S3Store:
                 "delete_object", [{"Key": key} for key in left], concurrency=_DELETE_CONCURRENCY
             )
             failed = {key: outcome for key, outcome in zip(left, outcomes, strict=True) if outcome is not None}
-            left = list(failed)
-            for outcome in failed.values():
-                raise outcome
+            # That one is gone already, as some stores say, must not hide what another one failed of.
+            left = [key for key, outcome in failed.items() if not _says_absent(outcome)]
+            for key in left or failed:
+                raise failed[key]
 
         if left:
             try:
@@ -474,6 +481,10 @@ def _key_error(entry: Mapping[str, object]) -> Exception:
             {"Error": {"Code": str(entry.get("Code")), "Message": str(entry.get("Message") or "")}}, "DeleteObjects"
         ),
     )
+
+
+def _says_absent(outcome: BaseException) -> bool:
+    return isinstance(outcome, Exception) and fault_of(outcome) is Fault.NOT_FOUND
 
 
 def _refuses_bulk(failure: StorageError) -> bool:

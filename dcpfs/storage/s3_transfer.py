@@ -21,6 +21,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from dcpfs.errors import StorageError, TransferSizeError
 from dcpfs.storage.s3_http import HttpRequest, Scatter
@@ -140,12 +141,15 @@ class S3Transfer:
         from botocore.exceptions import ClientError
 
         try:
-            return self._session.call("head_object", Key=key)
+            answer = self._session.call("head_object", Key=key)
         except ClientError as failure:
             if failure.response.get("Error", {}).get("Code") not in ("400", "403"):
                 raise
             with self._exchange(self._signer.sign_get(key, "bytes=0-0")):
                 raise
+        if "ContentLength" not in answer:
+            raise ResponseError(502, "", "the answer about an object does not say how large it is")
+        return answer
 
     def checksum(self, buffers: Sequence[memoryview]) -> dict[str, object]:
         """The checksum parameter that went with a part, for completing its upload; often nothing."""
@@ -202,10 +206,12 @@ class S3Transfer:
     def read_whole(self, key: str, target: str) -> bytes:
         """Read a whole object."""
         with self._exchange(self._signer.sign_get(key, None)) as response:
-            length = response.length
+            length, is_ended_by_close = response.length, response.length is None and not response.chunked
             body = response.read()
+        if is_ended_by_close:
+            length = cast("int", self.head(key)["ContentLength"])
         if length is not None and len(body) != length:
-            raise _unfit(target, f"the answer ended {length - len(body)} bytes too early")
+            raise _unfit(target, f"the answer has {len(body)} bytes instead of {length}")
         return body
 
     def _skip(self, target: str, response: http.client.HTTPResponse, first: int, stop: int) -> None:
