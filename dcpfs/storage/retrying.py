@@ -111,6 +111,11 @@ class RetryPolicy:
     # --- what its requests share
 
     @property
+    def has_answered(self) -> bool:
+        """Whether the store has ever said something."""
+        return self._answered
+
+    @property
     def is_cancelled(self) -> bool:
         """Whether nothing is to be tried again."""
         return self._cancelled.is_set()
@@ -211,7 +216,7 @@ class _Request:
                 refresh()
                 del failure  # its traceback leads to this call
                 continue
-            if failure.kind in _REPEATED:
+            if failure.kind in _REPEATED or (failure.kind is FailureKind.UNKNOWN_HOST and self._policy.has_answered):
                 raise _RepeatableError(failure)
             self._fail(failure)
 

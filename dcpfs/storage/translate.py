@@ -68,6 +68,8 @@ class FailureKind(enum.Enum):
     """After a wait; the store asks for fewer requests."""
     EXPIRED_CREDENTIALS = "expired_credentials"
     """Once, with renewed credentials."""
+    UNKNOWN_HOST = "unknown_host"
+    """After a wait where the store has answered before: then its name is right, and those who know it are not well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ class Fault(enum.Enum):
     UPLOAD_LOST = "upload lost"
     DAMAGED = "damaged"
     TRUST = "trust"
+    LOOKUP = "lookup"
     THROTTLED = "throttled"
     TRANSIENT = "transient"
     OTHER = "other"
@@ -159,6 +162,9 @@ _MEANINGS: Mapping[Fault, _Meaning] = {
     Fault.UPLOAD_LOST: _Meaning(StorageError, _P, "the store lost the upload or a part of it, so save again"),
     Fault.DAMAGED: _Meaning(DamagedObjectError, _P, "the data changed since it was saved, so use another copy"),
     Fault.TRUST: _Meaning(StorageError, _P, "check the endpoint's name and certificate"),
+    Fault.LOOKUP: _Meaning(
+        StorageError, FailureKind.UNKNOWN_HOST, "check the endpoint's name, and whether this machine can look it up"
+    ),
     Fault.THROTTLED: _Meaning(StorageError, _S, "lower TransferConfig.concurrency or raise RetryConfig's limits"),
     Fault.TRANSIENT: _Meaning(StorageError, _T, "check network and endpoint, or raise RetryConfig's limits"),
     Fault.OTHER: _Meaning(StorageError, _P, ""),
@@ -219,7 +225,7 @@ _ERRNOS: Mapping[Fault, str] = {
     Fault.TOO_LARGE: "EFBIG EMSGSIZE",
     Fault.UNSUPPORTED: "EROFS ENOSYS EOPNOTSUPP ENOTSUP",
     Fault.TRANSIENT: """ECONNRESET ECONNABORTED ECONNREFUSED EPIPE ETIMEDOUT EHOSTUNREACH EHOSTDOWN ENETUNREACH
-        ENETDOWN ENETRESET EAGAIN EINTR EBUSY ESTALE EREMOTEIO ENOBUFS ESHUTDOWN""",
+        ENETDOWN ENETRESET EAGAIN EINTR EBUSY ESTALE EREMOTEIO ENOBUFS ESHUTDOWN EADDRNOTAVAIL""",
 }
 
 _TYPES: Mapping[Fault, str] = {
@@ -423,7 +429,7 @@ def _by_lookup(link: BaseException) -> Fault:
     import socket
 
     again = getattr(link, "errno", None) == socket.EAI_AGAIN
-    return Fault.TRANSIENT if again else Fault.TRUST
+    return Fault.TRANSIENT if again else Fault.LOOKUP
 
 
 def _retry_after(exception: Exception) -> float | None:

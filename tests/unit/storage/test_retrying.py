@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import socket
 import threading
 from collections.abc import Callable
 
@@ -213,3 +214,15 @@ def test_a_store_that_never_answered_is_given_up_sooner() -> None:
 def test_first_contact_takes_the_smaller_of_both_limits(limits: dict[str, float]) -> None:
     with pytest.raises(StorageError, match=r"\(4 attempts in "):
         policy(Clock(), **limits).run(failing(99, refused), verb="read", target="s3://b/x")
+
+
+def test_case_107_a_name_that_cannot_be_looked_up_is_asked_for_again_where_it_was_known_before() -> None:
+    clock = Clock()
+    retries = policy(clock)
+    unknown = lambda: socket.gaierror(socket.EAI_NONAME, "Name or service not known")  # noqa: E731 - an error's maker
+    with pytest.raises(StorageError, match="endpoint's name"):
+        retries.run(failing(1, unknown), verb="read", target="s3://b/x")
+    assert clock.sleeps == []
+    assert retries.run(lambda: 1, verb="read", target="s3://b/x") == 1
+    assert retries.run(failing(3, unknown), verb="read", target="s3://b/x") == 4
+    assert len(clock.sleeps) == 3
