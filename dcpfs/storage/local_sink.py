@@ -145,7 +145,7 @@ class LocalSink:
                 return
             self._state = _State.ABORTED
             if self._writing == 0:
-                self._close()
+                self._let_go()
         with contextlib.suppress(OSError):
             os.unlink(self._temporary)
         self._tree.prune(self._directory)
@@ -200,7 +200,7 @@ class LocalSink:
             with self._lock:
                 self._writing -= 1
                 if self._state is not _State.OPEN and self._writing == 0:
-                    self._close()
+                    self._let_go()
 
     def _publish(self, *, if_absent: bool) -> ObjectInfo:
         missing = [part for part in self.parts() if part.size_bytes and part.start not in self._written]
@@ -224,31 +224,64 @@ class LocalSink:
                 f"instead of {self._size_bytes}; the filesystem lost a write"
             )
         self._close()  # before the name: network filesystems report what they could not write when a file closes
-        self._rename(if_absent=if_absent)
+        self._rename(status, if_absent=if_absent)
         with self._lock:
             self._state = _State.COMMITTED
         if self._tree.durable:
             flush_directory(self._directory)
         return file_info(self._path, status)
 
-    def _rename(self, *, if_absent: bool) -> None:
+    def _rename(self, status: os.stat_result, *, if_absent: bool) -> None:
+        """Give the file its own name.
+
+        A network filesystem whose answer is lost asks again, and then says that the name is taken, or that the
+        temporary one is gone: by this very file.
+        """
         if if_absent:
             try:
                 os.link(self._temporary, self._file)
-                os.unlink(self._temporary)
-                return
             except FileExistsError:
-                raise ObjectExistsError(f"Can't create {self._tree.target(self._path)}: there is one already") from None
+                if not self._has_its_name(status):
+                    raise ObjectExistsError(
+                        f"Can't create {self._tree.target(self._path)}: there is one already"
+                    ) from None
             except OSError as error:
                 if error.errno not in _NO_HARD_LINKS:
                     raise
-            # No hard links here: claim the name with an empty file, which others then see for an instant.
-            os.close(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-        os.replace(self._temporary, self._file)
+                self._claim_name()
+                return
+            os.unlink(self._temporary)
+            return
+        try:
+            os.replace(self._temporary, self._file)
+        except FileNotFoundError:
+            if not self._has_its_name(status):
+                raise
+
+    def _claim_name(self) -> None:
+        """Without hard links: claim the name with an empty file, which others see for an instant."""
+        os.close(os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        try:
+            os.replace(self._temporary, self._file)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(self._file)
+            raise
+
+    def _has_its_name(self, status: os.stat_result) -> bool:
+        try:
+            return os.path.samestat(os.lstat(self._file), status)
+        except OSError:
+            return False
 
     def _check_open(self) -> None:
         if self._state is not _State.OPEN:
             raise StorageError(f"Can't write {self._tree.target(self._path)}: its sink was {self._state.value}")
+
+    def _let_go(self) -> None:
+        """Close a file that is given up. What a network filesystem could not write of it is no news any more."""
+        with contextlib.suppress(OSError):
+            self._close()
 
     def _close(self) -> None:
         fd, self._fd = self._fd, -1

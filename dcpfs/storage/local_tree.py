@@ -112,7 +112,7 @@ class LocalTree:
         while not _make_one(directory):
             missing.append(directory)
             directory = os.path.dirname(directory)
-        made = [directory] if missing else []
+        made = [directory]
         for directory in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)

@@ -291,6 +291,35 @@ def test_case_31_any_failing_call_of_a_commit_leaves_the_old_object(
     assert files(root) == ["dir/object"]
 
 
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_case_31_a_file_that_cannot_even_be_closed_is_given_up_and_the_first_failure_told(
+    store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """A network filesystem whose quota is used up says so when it writes, and again when the file is closed."""
+    real_close = os.close
+    broken: list[int] = []
+
+    def close(fd: int) -> None:
+        real_close(fd)
+        if fd in broken:
+            raise OSError(errno.EDQUOT, "at the close")
+
+    def pwritev(fd: int, *_: object) -> int:
+        broken.append(fd)
+        raise OSError(errno.EDQUOT, "at the write")
+
+    monkeypatch.setattr(os, "close", close)
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    with pytest.raises(StorageError, match="at the write"):
+        store.put("a/object", [bytes(size)])
+    broken.clear()
+    sink = store.open_sink("a/object", size)
+    with pytest.raises(StorageError, match="at the write"):
+        write_parts(sink, bytes(size))
+    sink.abort()
+    assert (files(root), directories(root)) == ([], [])
+
+
 def test_a_lost_write_is_noticed(store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = store.open_sink("object", 100)
     sink.write_part(sink.parts()[0], [bytes(100)])
@@ -445,6 +474,17 @@ def test_case_32_file_and_directories_are_flushed_in_order_and_nothing_else(
     trace.events.clear()
     store.delete(["a/b/other", "a/b/absent"])
     assert trace.events == ["flush directory new/a/b"]
+
+
+def test_case_32_one_new_directory_is_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(tmp_path)
+    trace = Trace(tmp_path, monkeypatch)
+    store.put("step/object", [b"x"])
+    publish = ["flush file", "rename to step/object", "flush directory step"]
+    assert trace.events == ["flush directory .", *publish]
+    trace.events.clear()
+    write(store, "step/model/large", bytes(LARGE))
+    assert trace.events[0] == "flush directory step"
 
 
 def test_case_32_a_nameless_file_is_on_the_device_before_it_gets_its_name(
@@ -937,6 +977,36 @@ def test_one_of_eight_conditional_puts_wins(root: Path, links: str, monkeypatch:
         assert len(winners) == 1
         assert store.get(f"dir/{turn}") == bytes(winners) * 1000
     assert len(files(root)) == 10
+
+
+def test_a_name_that_was_given_though_the_answer_was_lost_counts(
+    store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network filesystem asks again when an answer is lost, and then finds its own work done."""
+
+    def twice(real: Callable[..., None], *names: object, **options: object) -> None:
+        real(*names, **options)
+        real(*names, **options)
+
+    for name in ("link", "replace"):
+        monkeypatch.setattr(os, name, functools.partial(twice, getattr(os, name)))
+    assert store.put("object", [b"one"], if_absent=True).size_bytes == 3
+    with pytest.raises(ObjectExistsError):
+        store.put("object", [b"two"], if_absent=True)
+    assert store.get("object") == b"one"
+    store.put("object", [b"three"])
+    assert store.get("object") == b"three"
+    assert files(root) == ["object"]
+
+
+def test_a_claimed_name_is_given_back_when_the_file_does_not_come(
+    store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "link", functools.partial(_raise, errno.EPERM))
+    monkeypatch.setattr(os, "replace", functools.partial(_raise, errno.EIO))
+    with pytest.raises(StorageError, match="EIO"):
+        store.put("object", [b"one"], if_absent=True)
+    assert files(root) == []
 
 
 # -- the rest
