@@ -45,11 +45,13 @@ from dcpfs.storage.fsspec_sink import (
     WholeSink,
     as_bytes_view,
     copy_bytes,
+    is_temporary,
     parts_of,
     slices_of,
     write_all,
 )
 from dcpfs.storage.fsspec_writing import FsspecWriting, check_written
+from dcpfs.storage.leftovers import check_own_directory
 from dcpfs.storage.literal_calls import (
     describe_file,
     fill,
@@ -234,7 +236,7 @@ class FsspecStore:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """All objects below a directory, one request a directory."""
-        directories = [check_name(prefix)]
+        directories = [check_name(prefix.rstrip("/"))]
         while directories:
             directory = directories.pop()
             for name, details in self._entries(directory):
@@ -246,11 +248,14 @@ class FsspecStore:
 
     def list_directories(self, prefix: str = "") -> Iterator[str]:
         """Names of the directories right below one."""
-        for name, details in self._entries(check_name(prefix)):
+        for name, details in self._entries(check_name(prefix.rstrip("/"))):
             if details.get("type") == "directory":
                 yield name
 
     def _entries(self, directory: str) -> Sequence[tuple[str, Mapping[str, object]]]:
+        return [entry for entry in self._all_entries(directory) if not is_temporary(entry[0])]
+
+    def _all_entries(self, directory: str) -> Sequence[tuple[str, Mapping[str, object]]]:
         if not self._traits.listable:
             raise UnsupportedOperationError(
                 f"Can't list {self._target(directory)}: {self._location.scheme}:// has no listing"
@@ -327,9 +332,7 @@ class FsspecStore:
         )
 
     def _writing(self, path: str, size_bytes: int) -> FsspecWriting:
-        return FsspecWriting(
-            self._connection, self._traits.publishing, self._made, path, self._target(path), size_bytes
-        )
+        return FsspecWriting(self._connection, self._traits, self._made, path, self._target(path), size_bytes)
 
     def _memory_sink(self, fs: AbstractFileSystem, name: str, path: str, parts: PartLedger) -> Sink:
         from fsspec.implementations.memory import MemoryFile
@@ -381,6 +384,25 @@ class FsspecStore:
                 except Exception:  # noqa: BLE001 - it holds something, somebody was faster, or it can't be done
                     break
                 directory = directory.rpartition("/")[0]
+
+    def sweep_leftovers(self, directory: str) -> int:
+        """See `dcpfs.storage.leftovers.LeavesLeftovers`. Only directory trees have any."""
+        pending = [check_own_directory(directory)]
+        if self._traits.publishing is not Publishing.MOVE or not self._traits.listable:
+            return 0
+        left: list[str] = []
+        emptied: set[str] = set()
+        while pending:
+            current = pending.pop()
+            entries = self._all_entries(current)
+            pending += [f"{current}/{name}" for name, details in entries if details.get("type") == "directory"]
+            found = [f"{current}/{name}" for name, details in entries if _is_leftover(name, details)]
+            left += found
+            if found or not entries:
+                emptied.add(current)
+        self.delete(left)
+        self._prune(emptied)
+        return len(left)
 
     def close(self) -> None:
         """Let the filesystem go. Idempotent."""
@@ -464,6 +486,10 @@ def _directories_as_absent(fs: AbstractFileSystem, name: str) -> Iterator[None]:
             # Without its cause, which says something else.
             raise FileNotFoundError(f"{name!r} is a directory") from None
         raise
+
+
+def _is_leftover(name: str, details: Mapping[str, object]) -> bool:
+    return is_temporary(name) and details.get("type") != "directory"
 
 
 def _scatter(content: memoryview, views: Sequence[memoryview]) -> None:

@@ -16,11 +16,12 @@ failure.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from dcpfs.errors import StorageError, TransferSizeError
-from dcpfs.storage.filesystems import OpenFilesystem, Publishing
+from dcpfs.storage.filesystems import OpenFilesystem, Publishing, Traits
 from dcpfs.storage.fsspec_connection import FsspecConnection
 from dcpfs.storage.fsspec_sink import FileWriter, discard_file, temporary_name
 from dcpfs.storage.literal_calls import copies_to_move, describe_file, move_file
@@ -40,7 +41,7 @@ class FsspecWriting:
 
     Args:
         connection: Gives the filesystem, and runs what tidies up.
-        publishing: How objects come under their names there.
+        traits: How objects come under their names there.
         made: Directories that are known to be there; more are added.
         path: Name in the store.
         target: Redacted URL of it.
@@ -50,25 +51,30 @@ class FsspecWriting:
     def __init__(
         self,
         connection: FsspecConnection,
-        publishing: Publishing,
+        traits: Traits,
         made: set[str],
         path: str,
         target: str,
         size_bytes: int,
     ) -> None:
         self._connection = connection
-        self._moves = publishing is Publishing.MOVE
+        self._moves = traits.publishing is Publishing.MOVE
+        self._doubtful = not traits.atomic
         self._made = made
         self._path = path
         self._target = target
         self._size_bytes = size_bytes
         self._name = ""
         self._own_name = ""
+        self._lost: list[str] = []
         self._move_asked = False
 
     def open(self, fs: AbstractFileSystem, name: str) -> FileWriter:
         """Open the file object; in a directory tree, make the directories first."""
         self._name = name
+        if self._moves and self._own_name:
+            # Of an attempt before this one, whose answer was lost: it may be there.
+            self._lost.append(self._own_name)
         self._own_name = temporary_name(name) if self._moves else name
         if self._moves:
             directory = name.rpartition("/")[0]
@@ -103,17 +109,19 @@ class FsspecWriting:
         if not self._moves:
             return found
         self._move_asked = True
-        move_file(fs, self._own_name, self._name)
+        move_file(fs, self._own_name, self._name, doubtful=self._doubtful)
         return self._moved(fs)
 
     def _moved(self, fs: AbstractFileSystem) -> ObjectInfo:
         try:
-            return check_written(fs, self._name, self._path, self._target, self._size_bytes)
+            found = check_written(fs, self._name, self._path, self._target, self._size_bytes)
         except FileNotFoundError:
             raise StorageError(
                 f"Can't write {self._target}: it was moved to its name and is not there; choose "
                 "a name without characters that the server takes for syntax"
             ) from None
+        self._remove_quietly(self._lost)
+        return found
 
     def drop_file(self, file: FileWriter) -> None:
         """Get rid of the file object: under a temporary name it may be closed."""
@@ -122,12 +130,15 @@ class FsspecWriting:
 
     def discard(self) -> None:
         """Remove a file with a temporary name, on a new connection where that of the write is gone."""
-        if not self._moves or not self._own_name:
-            return
-        with contextlib.suppress(Exception):
-            # Nothing may be there, and what failed before is what the caller must hear of.
-            remove = partial(self._connection.filesystem().filesystem.rm_file, self._own_name)
-            self._connection.tidy(f"tidy up after {self._target}", remove)
+        if self._moves and self._own_name:
+            self._remove_quietly([*self._lost, self._own_name])
+
+    def _remove_quietly(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(Exception):
+                # Nothing may be there, and what failed before is what the caller must hear of.
+                remove = partial(self._connection.filesystem().filesystem.rm_file, name)
+                self._connection.tidy(f"tidy up after {self._target}", remove)
 
 
 def check_written(fs: AbstractFileSystem, name: str, path: str, target: str, size_bytes: int) -> ObjectInfo:

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from dcpfs.errors import UnsupportedOperationError
 from dcpfs.storage.filesystems import overrides
-from dcpfs.storage.fsspec_sink import is_temporary
 from dcpfs.storage.store import ObjectInfo
 from dcpfs.storage.translate import Fault, fault_of
 
@@ -54,7 +53,7 @@ _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/")
 
 
 def list_directory(fs: AbstractFileSystem, name: str) -> Sequence[tuple[str, Mapping[str, object]]]:
-    """Name and details of what is right in a directory; nothing when there is none."""
+    """Name and details of what is right in a directory, temporary files too; nothing when there is none."""
     fs.invalidate_cache()
     try:
         found = fs.ls(name, detail=True)
@@ -71,7 +70,7 @@ def list_directory(fs: AbstractFileSystem, name: str) -> Sequence[tuple[str, Map
         full = str(details["name"]).rstrip("/")
         last = full.rpartition("/")[2]
         # A directory may list its own placeholder, and a file is listed as itself.
-        if last and full.strip("/") != name.strip("/") and not is_temporary(last):
+        if last and full.strip("/") != name.strip("/"):
             entries.append((last, details))
     own = name.rstrip("/").rpartition("/")[2]
     if len(entries) == 1 and entries[0][0] == own and fs.info(name).get("type") != "directory":
@@ -80,8 +79,15 @@ def list_directory(fs: AbstractFileSystem, name: str) -> Sequence[tuple[str, Map
     return entries
 
 
-def move_file(fs: AbstractFileSystem, source: str, target: str) -> None:
-    """Move a file, literally, over an old one."""
+def move_file(fs: AbstractFileSystem, source: str, target: str, *, doubtful: bool) -> None:
+    """Move a file, literally, over an old one.
+
+    Args:
+        fs: The filesystem.
+        source: Its name.
+        target: Its new name.
+        doubtful: A move that finds a file in its place may do nothing, without a word (WebHDFS).
+    """
     if _is_dav(fs):
         # Its own mv lists, expands and copies; its client moves in one request.
         fs.client.move(source, target, overwrite=True)
@@ -97,9 +103,25 @@ def move_file(fs: AbstractFileSystem, source: str, target: str) -> None:
     except Exception as error:
         if fault_of(error) is not Fault.EXISTS:
             raise
-        # A filesystem whose move replaces nothing.
+    else:
+        if not doubtful or not _is_there(fs, source):
+            return
+    # A filesystem whose move replaces nothing.
+    with contextlib.suppress(FileNotFoundError):
         fs.rm_file(target)
-        move(source, target)
+    move(source, target)
+    if doubtful and _is_there(fs, source):
+        raise OSError(f"the move to {target!r} did nothing")
+
+
+def _is_there(fs: AbstractFileSystem, name: str) -> bool:
+    fs.invalidate_cache()
+    try:
+        return bool(fs.info(name).get("type") != "directory")
+    except Exception as error:
+        if fault_of(error) is Fault.NOT_FOUND:
+            return False
+        raise
 
 
 def copies_to_move(fs: AbstractFileSystem) -> bool:

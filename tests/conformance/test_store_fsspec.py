@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import http.server
+import io
 import logging
 import sys
 import threading
@@ -28,11 +29,13 @@ from dcpfs.errors import (
 )
 from dcpfs.storage.fsspec_sink import copy_bytes, is_temporary, part_ranges, temporary_name
 from dcpfs.storage.fsspec_store import FsspecStore
+from dcpfs.storage.leftovers import sweep_leftovers
 from dcpfs.storage.local_store import LocalStore
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.storage.s3_store import S3Store
 from dcpfs.storage.store import Sink
+from dcpfs.storage.subdirectory import Subdirectory
 from dcpfs.testing.conformance import pattern, write_parts
 from tests.conformance.dummy_filesystems import DummyObjectStore, DummyTree, registered_dummies
 
@@ -139,6 +142,84 @@ def test_a_file_of_a_tree_that_was_moved_is_there_though_the_answer_was_lost(
     assert answers
     assert tree.get("object") == content
     assert [info.path for info in tree.list()] == ["object"]
+
+
+def test_what_killed_writers_left_in_a_tree_goes_with_its_directory(tree: FsspecStore) -> None:
+    content = pattern(3 * PART)
+    tree.put("step/kept", [b"kept"])
+    tree.put("beside/kept", [b"kept"])
+    for path in ("step/model/object", "step/object", "beside/object"):
+        sink = tree.open_sink(path, len(content))
+        first = sink.parts()[0]
+        sink.write_part(first, [content[: first.stop]])
+    seen = sorted(info.path for info in tree.list())
+    assert seen == ["beside/kept", "step/kept"]
+    assert len(DummyTree.files) == 5
+    other = opened("dummytree:///run")  # the writers' process is gone
+    assert sweep_leftovers(other, "step") == 2
+    assert sweep_leftovers(other, "absent") == 0
+    assert sorted(info.path for info in other.list()) == seen
+    assert len(DummyTree.files) == 3
+    assert sorted(DummyTree.directories) == ["/", "/run", "/run/beside", "/run/step"]
+    assert sweep_leftovers(Subdirectory(other, "beside"), "x") == 0
+    with pytest.raises(ValueError, match="below one directory"):
+        sweep_leftovers(other, "")
+
+
+def test_where_objects_appear_whole_nothing_is_swept(objects: FsspecStore) -> None:
+    objects.put("step/.dcpfs-0123456789abcdef0123456789abcdef.tmp", [b"a user's"])
+    DummyObjectStore.calls.clear()
+    assert sweep_leftovers(objects, "step") == 0
+    assert DummyObjectStore.calls == []
+
+
+def test_a_file_that_was_opened_though_the_answer_was_lost_does_not_stay(
+    tree: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = DummyTree._open
+    lost: list[str] = []
+
+    def open_and_lose(fs: DummyTree, path: str, mode: str = "rb", **options: object) -> io.BytesIO:
+        file = real(fs, path, mode, **options)
+        if mode == "wb" and len(lost) < 2:
+            lost.append(path)
+            raise ConnectionResetError("the answer was lost")
+        return file
+
+    monkeypatch.setattr(DummyTree, "_open", open_and_lose)
+    content = pattern(3 * PART)
+    write_and_commit(tree.open_sink("dir/object", len(content)), content)
+    assert len(lost) == 2
+    assert DummyTree.files == {"/run/dir/object": content}
+
+
+def test_a_directory_may_be_named_with_its_slash(tree: FsspecStore, objects: FsspecStore) -> None:
+    for store in (tree, objects):
+        store.put("dir/sub/object", [b"1"])
+        assert [info.path for info in store.list("dir/")] == ["dir/sub/object"]
+        assert list(store.list_directories("dir/")) == ["sub"]
+
+
+def test_a_move_that_does_nothing_and_does_not_say_so_is_found_out(
+    tree: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """WebHDFS answers a move onto an existing file with success and ``false``, which its client does not read."""
+    real = DummyTree.mv
+
+    def move_or_not(fs: DummyTree, path1: str, path2: str, **options: object) -> None:
+        if path2 not in fs.files:
+            real(fs, path1, path2, **options)
+
+    monkeypatch.setattr(DummyTree, "mv", move_or_not)
+    for content in (b"iter_000000001\n", b"iter_000000002\n"):
+        tree.put("latest", [content])
+        assert DummyTree.files == {"/run/latest": content}
+    write_and_commit(tree.open_sink("latest", 3 * PART), pattern(3 * PART))
+    assert DummyTree.files == {"/run/latest": pattern(3 * PART)}
+    monkeypatch.setattr(DummyTree, "mv", lambda *_arguments, **_options: None)
+    with pytest.raises(StorageError, match="did nothing"):
+        tree.put("latest", [b"another"])
+    assert DummyTree.files == {}
 
 
 def test_case_89_what_arrives_in_another_size_is_removed(objects: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
