@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from dcpfs.dcp.landing import Landing, LandingContext
 from dcpfs.dcp.read_plan import Request, RequestLimits, Segment, choose_joins, plan_requests
+from dcpfs.dcp.scratch import ScratchPool
 from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
 from dcpfs.errors import DamagedObjectError, IncompleteCheckpointError, ObjectNotFoundError, TransferSizeError
 from dcpfs.storage.store import Store
@@ -84,8 +85,9 @@ class Delivery:
         self._file_sizes = file_sizes
         self._callback = callback
         self._planned_bytes = 0
-        self._scratch = _ScratchPool()
+        self._scratch = ScratchPool()
         self._progress = threading.Lock()
+        self._unpacking = threading.Lock()
         self._checked: set[str] = set()
         self.totals = FetchTotals()
 
@@ -147,8 +149,11 @@ class Delivery:
         begin = request.start
         with self._scratch.borrow(tail - begin) as scratch:
             self._read_into(request.segments[0].destination.key, request.file, begin, [scratch], tail)
-            for start, stop, landing, position in request.segments:
-                landing.accept(position, scratch[start - begin : stop - begin])
+            # Many small copies keep the interpreter to themselves anyway. Threads that wait for it in turn, and not
+            # here, take 1.6 times as long (20,000 tensors of 4-64 KB, 32 requests in flight).
+            with self._unpacking:
+                for start, stop, landing, position in request.segments:
+                    landing.accept(position, scratch[start - begin : stop - begin])
         self._report(tail - begin)
 
     def _read_scattered(self, request: Request[Landing], tail: int) -> None:
@@ -245,60 +250,3 @@ def _fill_gap(buffers: list[memoryview], size_bytes: int) -> None:
 _BELIEVED_BYTES = 64 << 20
 """Memory that the metadata's word is enough for. An entry that claims more is first held against its file's size."""
 _gap_scratch = memoryview(bytearray(_GAP_SCRATCH_BYTES))
-
-
-class _ScratchPool:
-    """Buffers that are reused while one load runs: the first touch of fresh pages is slower than the network.
-
-    All have one length. What is much shorter, or longer, gets memory of its own.
-    """
-
-    def __init__(self) -> None:
-        self.size_bytes = 0
-        self._free: list[memoryview] = []
-
-    def cost_bytes(self, size_bytes: int) -> int:
-        """The memory that a loan of that length takes."""
-        return self.size_bytes if self._serves(size_bytes) else size_bytes
-
-    def borrow(self, size_bytes: int) -> _Loan:
-        """A buffer of that length for a ``with`` block."""
-        return _Loan(self, size_bytes)
-
-    def take(self, size_bytes: int) -> memoryview:
-        """A buffer of at least that length."""
-        if not self._serves(size_bytes):
-            return memoryview(bytearray(size_bytes))
-        while True:
-            try:
-                buffer = self._free.pop()
-            except IndexError:
-                return memoryview(bytearray(self.size_bytes))
-            if len(buffer) == self.size_bytes:
-                return buffer
-
-    def give_back(self, buffer: memoryview) -> None:
-        """End a loan."""
-        if len(buffer) == self.size_bytes:
-            self._free.append(buffer)
-
-    def _serves(self, size_bytes: int) -> bool:
-        return self.size_bytes // 8 < size_bytes <= self.size_bytes
-
-
-class _Loan:
-    __slots__ = ("_buffer", "_pool", "_size_bytes")
-
-    def __init__(self, pool: _ScratchPool, size_bytes: int) -> None:
-        self._pool = pool
-        self._size_bytes = size_bytes
-        self._buffer = memoryview(b"")
-
-    def __enter__(self) -> memoryview:
-        if self._size_bytes:
-            self._buffer = self._pool.take(self._size_bytes)
-        return self._buffer[: self._size_bytes]
-
-    def __exit__(self, *_: object) -> None:
-        if self._size_bytes:
-            self._pool.give_back(self._buffer)

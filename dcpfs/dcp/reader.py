@@ -33,6 +33,7 @@ from dcpfs.config import CastPolicy, RetryConfig, TransferConfig, Trust, VerifyM
 from dcpfs.dcp.aliases import find_aliases, require_agreeing
 from dcpfs.dcp.casting import allows_cast
 from dcpfs.dcp.fetch import Fetch
+from dcpfs.dcp.host_memory import is_resident
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.load_planner import LoadPlanner as CheckedLoadPlanner
 from dcpfs.dcp.matching import OVERLAPPING, key_mismatch_error, local_boxes, no_data_error, overlaps_itself
@@ -238,15 +239,19 @@ class FsspecStorageReader(StorageReader):
                 fetch.add_object(key, lookup.find_object(item.storage_index))
                 continue
             record, chunk = lookup.find_chunk(item.storage_index)
-            target = planner.resolve_tensor(item).detach()
-            difference = _describe_target(target, record, item, policy)
-            if difference is not None:
-                mismatched[item.dest_index.fqn] = difference
-                continue
+            target = planner.resolve_tensor(item)
+            if target.requires_grad:
+                target = target.detach()
+            resident = _is_filled_whole(target, record, chunk, item)
+            if not resident:
+                difference = _describe_target(target, record, item, policy)
+                if difference is not None:
+                    mismatched[item.dest_index.fqn] = difference
+                    continue
             tensors.append((item, target))
             offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
             planned[item.dest_index.fqn] = planned.get(item.dest_index.fqn, 0) + math.prod(lengths)
-            wants.append(TensorWant(key, record.dtype, chunk.sizes, chunk.location, offsets, lengths, target))
+            wants.append(TensorWant(key, record.dtype, chunk.sizes, chunk.location, offsets, lengths, target, resident))
         if mismatched:
             raise key_mismatch_error(self._source.url, mismatched=mismatched)
         _check_planned(planner, index, planned)
@@ -324,6 +329,17 @@ def _unknown(index: MetadataIndex) -> CorruptCheckpointError:
         f"the checkpoint's metadata lists no data for key {index.fqn!r}{where}: it is damaged, or the plan is for "
         f"another checkpoint",
         key=index.fqn,
+    )
+
+
+def _is_filled_whole(target: torch.Tensor, record: TensorRecord, chunk: ChunkRecord, item: ReadItem) -> bool:
+    """The target is plain memory for a whole chunk, as it is stored, as nearly all are: nothing else needs a look."""
+    return (
+        target.dtype is record.dtype
+        and item.lengths == chunk.sizes
+        and target.size() == item.lengths
+        and target.is_contiguous()
+        and is_resident(target)
     )
 
 
