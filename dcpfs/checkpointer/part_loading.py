@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcpfs.checkpointer.layout import OPTIM, SCHEDULER, TRAINER
 from dcpfs.checkpointer.renaming import FqnNaming, Placement, Renaming, optimizer_fqns
 from dcpfs.checkpointer.stored_value import StoredValue, TemplatePart
+from dcpfs.checkpointer.template_tree import add_empty
 from dcpfs.checkpointer.whole_state import WholeState
 from dcpfs.config import CastPolicy
 from dcpfs.dcp.flatten import Structure, flatten, unflatten
@@ -151,7 +152,10 @@ class KeyLoading:
         if isinstance(part, TemplatePart):
             stored = _stored_values(records, self._index)
             self.left_out = dict(part.left_out(stored))
-            return part.template(stored)
+            template = part.template(stored)
+            if self._is_opened(part) and self._index.structure is not None:
+                add_empty(template, Structure.from_json(self._index.structure, self._index.paths))
+            return template
         if isinstance(part, Stateful):
             state = part.state_dict()
             if not isinstance(state, MutableMapping):
@@ -210,8 +214,7 @@ class KeyLoading:
 
         Models and optimizers have flat names, and containers of their own where there are any.
         """
-        opened = self.key in (SCHEDULER, TRAINER) or isinstance(part, WholeState)
-        if not opened or self._index.structure is None or self.placement.sources:
+        if not self._is_opened(part) or self._index.structure is None or self.placement.sources:
             return template
         leaves, _ = flatten(template)
         structure = Structure.from_json(self._index.structure, self._index.paths)
@@ -223,6 +226,10 @@ class KeyLoading:
             if note.empty and path and (whole or str(path[0]) in tops)
         ]
         return cast("dict[str, object]", unflatten(leaves, structure.restricted(leaves, empty)))
+
+    def _is_opened(self, part: object) -> bool:
+        """Whether its containers are the user's own, and in the checkpoint as they stood."""
+        return self.key in (SCHEDULER, TRAINER) or isinstance(part, WholeState)
 
     def _unflatten(self) -> Mapping[str, object]:
         structure = Structure.from_json(self._index.structure, self._index.paths)

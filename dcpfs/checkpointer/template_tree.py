@@ -9,11 +9,13 @@ are filled in place and differences are noticed when the state is matched; for a
 or a None that the load replaces. Mappings and lists are told apart by the path, as torch notes it, with all keys as
 text: numbers are they that the live mapping has numbers for, such as a scheduler's milestones. Where a checkpoint has
 no paths, by the live state, else a container with the positions 0, 1, … is taken for a list. A mapping is of the
-kind that the live one is: a scheduler's milestones are a ``Counter``.
+kind that the live one is: a scheduler's milestones are a ``Counter``. Empty mappings, which have no leaf, are added
+where they decide whether a list is opened.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
@@ -22,11 +24,12 @@ from typing import cast
 import torch
 
 from dcpfs.checkpointer.stored_value import StoredValue
-from dcpfs.dcp.flatten import flatten
+from dcpfs.dcp.flatten import Structure, flatten
 from dcpfs.errors import CorruptCheckpointError
 
 __all__ = [
     "Steps",
+    "add_empty",
     "below",
     "build_below",
     "build_tree",
@@ -98,6 +101,38 @@ def build_tree(stored: Mapping[str, StoredValue], live: Mapping[str, object]) ->
     for key, steps in _guess(unknown, live).items():
         _place(root, steps, placeholder(unknown[key]), live)
     return cast("dict[str, object]", root)
+
+
+def add_empty(root: dict[str, object], structure: Structure) -> None:
+    """Add the empty mappings that stood in lists: a list of plain values is one value, one with mappings is not.
+
+    Args:
+        root: What `build_tree` has built, of a state or a part of it. Containers in it may be the live ones: those that
+            get something are copied.
+        structure: Of the whole state.
+    """
+    empty = [path for path, container in structure.containers.items() if container.empty]
+    for path, real_path in zip(empty, structure.empty_paths(), strict=True):
+        if any(isinstance(step, int) for step in path) and path[0] in root:
+            top, *steps = _steps(path, real_path)
+            name = cast("str", top[0])
+            root[name] = _with_empty(root[name], steps)
+
+
+def _with_empty(found: object, steps: Steps) -> object:
+    """A copy of what stands there with an empty mapping at a path, where nothing does."""
+    if not steps:
+        return {} if found is None else found
+    (key, in_list), *rest = steps
+    if in_list and (found is None or isinstance(found, list)):
+        values: list[object] = [] if found is None else list(found)
+        _put(values, key, in_list, _with_empty(_get(values, key, in_list), rest))
+        return values
+    if not in_list and (found is None or isinstance(found, dict)):
+        mapping: dict[object, object] = {} if found is None else copy.copy(found)
+        mapping[key] = _with_empty(mapping.get(key), rest)
+        return mapping
+    return found
 
 
 def build_below(stored: Mapping[str, StoredValue], name: str, live: object) -> object:

@@ -89,6 +89,48 @@ def test_mappings_come_back_as_the_kinds_that_they_were_into_what_is_empty(
     assert shape_of(found) == shape_of(state())
 
 
+LISTS_WITH_NOTHING = [
+    [1, {}],
+    [None, {}, 3],
+    [[], {}],
+    [{"a": {}}, 1],
+    [[{}], 1],
+    [[{}, [{}]], 2],
+    [1, {"k": OrderedDict()}, {"b": torch.ones(1)}],
+    {"l": [1, {}]},
+    [{}],
+]
+
+
+@pytest.mark.parametrize("make", [dict, Holder])
+@pytest.mark.parametrize("key", ["trainer", "own"])
+def test_a_list_with_an_empty_mapping_beside_plain_values_comes_back(
+    save_dir: str, key: str, make: Callable[[], Any]
+) -> None:
+    """Such a list is opened, and one of plain values alone is not: a template without the mapping asks for another."""
+    saved = {str(number): value for number, value in enumerate(LISTS_WITH_NOTHING)}
+    with checkpointer_at(save_dir) as checkpointer:
+        checkpointer.save_state(1, {key: saved})
+        for live in ({}, copy.deepcopy(saved)):
+            holder = make()
+            (holder if isinstance(holder, dict) else holder.state).update(live)
+            assert checkpointer.load_state({key: holder}) == 1
+            found = holder if isinstance(holder, dict) else holder.state
+            assert shape_of(found) == shape_of(saved)
+
+
+def test_a_state_is_left_as_it_is_where_a_list_in_it_does_not_fit(save_dir: str) -> None:
+    with checkpointer_at(save_dir) as checkpointer:
+        checkpointer.save_state(1, {"own": {"x": [1, {}], "n": 1}})
+        holder = Holder()
+        holder.state = {"x": [7], "y": [{"a": 5}], "n": 0}
+        own = holder.state["x"]
+        with pytest.raises(dcpfs.KeyMismatchError):
+            checkpointer.load_state({"own": holder})
+        assert holder.state == {"x": [7], "y": [{"a": 5}], "n": 0}
+        assert holder.state["x"] is own
+
+
 FACTORIES = (int, float, complex, str, bool, bytes, list, dict, set, frozenset, tuple, OrderedDict, Counter, deque)
 
 
