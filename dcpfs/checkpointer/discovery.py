@@ -203,6 +203,7 @@ class StepSearch:
         if self._load_step is not None:
             status = self._look(self._load_step, named=True)
             if status.is_complete:
+                self._note_rolled_back(self._load_step)
                 yield status
             else:
                 self.skipped.append(status)
@@ -241,7 +242,22 @@ class StepSearch:
                     )
                 yield status
             elif status.state is not StepState.ABSENT:
+                # A pointer was put by a save that had ended, also one that is cut off or edited to nothing.
+                self.committed_ever |= has_pointer and status.state is StepState.UNKNOWN
                 self._skip(status)
+
+    def _note_rolled_back(self, load_step: int) -> None:
+        """Say that the run has come further than the step that is chosen: a setting that is left sets it back again."""
+        self.latest, _ = _read_pointer(self._store, self._root)
+        if self.latest is not None and self.latest > load_step:
+            logger.warning(
+                "%s: load_step is %d, so that is loaded, although %s names %s; take load_step out of the settings once "
+                "the run has been rolled back, or every restart begins there anew",
+                self._location,
+                load_step,
+                LATEST_NAME,
+                step_name(self.latest),
+            )
 
     def _note_newer(self, latest: int, iterations: Sequence[int]) -> dict[int, StepStatus]:
         """Say that there is a newer complete step than the one that is named."""
@@ -288,7 +304,8 @@ class StepSearch:
         return IncompleteCheckpointError(
             f"resuming from {self._location}: steps were committed there and none can be used: {named}"
             + (f"; and {more} more" if more > 0 else "")
-            + f"; repair one, or remove {LATEST_NAME} and the steps to start from scratch",
+            + f"; repair one, write the name of one that is whole into {LATEST_NAME}, or remove that and the steps to "
+            "start from scratch",
             missing=[name for status in self.skipped for name in status.missing],
         )
 

@@ -139,6 +139,27 @@ def test_a_pointer_that_names_no_step_is_a_warning(local: Scene, text: str, capl
     assert not caplog.records
 
 
+@pytest.mark.parametrize("text", ["", "iter_", "\x00\x00"])
+def test_a_pointer_that_was_cut_off_is_a_sign_that_something_was_saved(local: Scene, text: str) -> None:
+    """Steps of another tool, of which nothing else says that they are whole: no run starts over beside them unasked."""
+    local.foreign(10)
+    local.put(LATEST_NAME, text)
+    with pytest.raises(IncompleteCheckpointError, match=rf"iter_000000010 .*write the name of one .*{LATEST_NAME}"):
+        choose_step(local.store)
+    assert choose_step(local.store, load_step=10).status is not None
+    local.name_latest(10)
+    assert chosen(local) == 10
+
+
+def test_a_load_step_that_is_left_in_the_settings_is_said(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.commit(10)
+    assert choose_step(scene.store, load_step=10).status is not None
+    assert not caplog.records
+    scene.commit(20)
+    assert choose_step(scene.store, load_step=10).status is not None
+    assert f"load_step is 10, so that is loaded, although {LATEST_NAME} names iter_000000020" in caplog.text
+
+
 def test_a_pointer_to_a_step_that_is_gone_falls_back_or_fails(scene: Scene) -> None:
     scene.name_latest(9)
     with pytest.raises(IncompleteCheckpointError, match=r"iter_000000009 \(it holds no file\)"):
