@@ -117,6 +117,7 @@ class _Worker:
         self._channel = channel
         self._blocks: dict[int, SharedBlock] = {}
         self._plans: Mapping[str, SavePlan] = {}
+        self._plans_digest: int | None = None
         self._context: SaveContext | None = None
         self._idle = threading.Event()
         self._idle.set()
@@ -167,13 +168,15 @@ class _Worker:
         try:
             if order.error is not None:
                 raise order.error
+            if order.plans is not None and order.step is not None:
+                self._plans, self._plans_digest = order.plans, order.step.digest
             if order.block_bytes is not None:
                 old = self._blocks.pop(order.slot, None)
                 if old is not None:
                     old.close()
                 self._blocks[order.slot] = SharedBlock(descriptors[0], order.block_bytes)
-            if order.plans is not None:
-                self._plans = order.plans
+            if order.step is not None and order.step.digest != self._plans_digest:
+                raise ValueError("the plans that are known are of another structure than what is to be saved")
             step = decode_step(order, self._plans, self._blocks[order.slot].tensor)
         except Exception as error:  # noqa: BLE001 - handed to the save, which tells all ranks
             return SaveRequest(order.iteration, None, error)

@@ -100,8 +100,16 @@ class _Crew:
             with self._lock:
                 flight = self._flights.pop(message.number, None)
                 self.ended = self.ended or message.lost
+            if message.outcome.error is not None:
+                self._forget(flight)
             if flight is not None:
                 flight.land(message.outcome)
+
+    def _forget(self, flight: Flight | None) -> None:
+        """After a failure: how far the process came with plans and memory that it was told of is not known."""
+        self.known_digest = None
+        if flight is not None and isinstance(flight.arena, _SharedArena):
+            flight.arena.is_known = False
 
     def end(self, reason: str) -> None:
         """It has ended: so have its saves."""
@@ -229,11 +237,11 @@ class ProcessSaver(FlightSaver):
                 failed = SaveOrder(number, arena.number, flight.iteration, error=report)
                 crew.process.send(pickle.dumps(failed))
                 return
+            arena.is_known = True  # before: a reply may say that it is not so
+            crew.known_digest = step.digest
             crew.process.send(message, descriptors)
         except ChannelClosedError:
             return  # the reading thread learns why, and lands the flight
-        arena.is_known = True
-        crew.known_digest = step.digest
 
     def _loss(self) -> CheckpointError | None:
         return self._crew.loss("can't save in the background") if self._crew.ended else None
