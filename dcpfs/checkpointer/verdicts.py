@@ -63,6 +63,8 @@ class Verdicts:
             self._callbacks.on_save_checkpoint_error(outcome.iteration, outcome.error)
             self._failures += 1
             if self._is_fatal(outcome.error):
+                if failure is not None:
+                    _logger.error("saving iteration %d failed as well: %s", outcome.iteration, outcome.error)
                 failure = failure or outcome.error
             else:
                 _logger.error(
