@@ -161,7 +161,9 @@ def share_settings(
     """
     settings: dict[str, object] = {name: getattr(config, name) for name in _SHARED}
     shared = {name: str(each.value if isinstance(each, Enum) else each) for name, each in settings.items()}
+    load_location = config.load_location()
     shared.update(access=access.value, save_dir=config.save_location().redacted)
+    shared.update(load_path="not given" if load_location is None else load_location.redacted)
     told = ranks.all_gather((data_rank, global_rank, shared))
     _, first, expected = told[0]
     for _, rank, theirs in told[1:]:

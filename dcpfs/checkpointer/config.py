@@ -204,8 +204,9 @@ class CheckpointConfig(FrozenConfig):
     """Whether a resume first reads the step as a whole to compare checksums, and falls back when they differ. False,
     since it reads everything twice; what is loaded is compared in any case."""
     on_world_size_change: WorldSizePolicy = WorldSizePolicy.ERROR
-    """What to do with the dataloader's files when another number of ranks wrote them: an error, since a position in
-    the data then means something else (case 11)."""
+    """What to do with the dataloader's files when another number of ranks wrote them, or ranks that shared the data
+    otherwise, by ``data_rank`` or by the model's mesh: an error, since a position in the data then means something else
+    (cases 10, 11)."""
     trust: Trust = Trust.ALLOWLIST
     """What may be unpickled, and so what may be saved."""
     rng: RngPolicy = RngPolicy.PER_RANK

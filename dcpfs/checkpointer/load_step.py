@@ -29,11 +29,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 from dcpfs.checkpointer.choices import WorldSizePolicy
 from dcpfs.checkpointer.fit_verdict import by_key, log_fits, log_left_out, require_fits
+from dcpfs.checkpointer.groups import global_rank
 from dcpfs.checkpointer.layout import DATALOADER, MODEL, OPTIM
 from dcpfs.checkpointer.load_report import KeyReport, StepLoadReport, Strictness, choose_strictness
 from dcpfs.checkpointer.manifest import Manifest
 from dcpfs.checkpointer.part_loading import Fit, KeyLoading, all_placed, check_part, names_not_placed
+from dcpfs.checkpointer.parts import topology_of
 from dcpfs.checkpointer.phases import Phase, Phases
+from dcpfs.checkpointer.rank_dealing import describe_dealing, describe_remeshing
 from dcpfs.checkpointer.rank_file_loading import RankFileLoading, ReshardHook
 from dcpfs.checkpointer.renaming import Renaming
 from dcpfs.checkpointer.stored_step import StoredStep, read_stored_step
@@ -76,6 +79,7 @@ def load_step(
     renaming: Renaming | None = None,
     directories: Mapping[str, str] | None = None,
     on_world_size_change: WorldSizePolicy | ReshardHook = WorldSizePolicy.ERROR,
+    file_rank: int | None = None,
     verify: VerifyMode = VerifyMode.CHECKSUMS,
     trust: Trust = Trust.ALLOWLIST,
     allow_cast: CastPolicy = CastPolicy.NEVER,
@@ -105,7 +109,9 @@ def load_step(
         read_whole: Keys that are read as they are when nobody passes them, if they are there: each rank all of it.
         renaming: Rules for parameter names.
         directories: Key to directory relative to ``step``, where that is not the key.
-        on_world_size_change: What becomes of rank files when another number of ranks wrote them.
+        on_world_size_change: What becomes of rank files of another number of ranks, or of ranks that shared the data
+            otherwise.
+        file_rank: Global rank whose file this rank shares; None: its own.
         verify: Compare checksums of what is read whole, or sizes alone.
         trust: What may be unpickled.
         allow_cast: Which dtype differences are no mismatch.
@@ -133,6 +139,7 @@ def load_step(
     job.keys, job.optional, job.read_whole = tuple(keys), frozenset(optional), frozenset(read_whole)
     job.renaming, job.directories, job.on_world_size_change = renaming, dict(directories or {}), on_world_size_change
     job.allow_cast, job.replicas = allow_cast, replicas
+    job.file_rank = file_rank
     job.source = CheckpointSource(step, verify=verify, trust=trust, transfer=transfer, retry=retry, callback=callback)
     job.retry = retry
     job.changed = {} if changed is None else changed
@@ -169,6 +176,7 @@ class _StepLoad:
     replicas: ReplicaReads
     retry: RetryConfig | None
     changed: dict[str, set[str]]
+    file_rank: int | None
 
     def __init__(self, step: Location, ranks: Ranks, phases: Phases) -> None:
         self._step = step
@@ -176,6 +184,8 @@ class _StepLoad:
         self._phases = phases
         self._parts: dict[str, object] = {}
         self._passed: frozenset[str] = frozenset()
+        self._reads: dict[int, int | None] = {}
+        self._topology: dict[str, object] = {}
         self._stored = StoredStep()
         self._loadings: dict[str, KeyLoading] = {}
         self._indexes: dict[str, CheckpointIndex] = {}
@@ -205,15 +215,21 @@ class _StepLoad:
     # --- what is there
 
     def _agree_on_parts(self, parts: Mapping[str, object]) -> None:
-        """Every rank's keys, so that all know who has what."""
+        """Every rank's keys and place, so that all know who has what."""
+        topology: dict[str, object] = {}
 
         def check() -> None:
             self._parts = {key: part for key, part in parts.items() if part is not None}
             for key, part in self._parts.items():
                 check_part(key, part)
+            topology.update(topology_of(self._parts.get(MODEL)))
 
         error = attempt(check)
-        self._passed = frozenset().union(*self._ranks.agree_and_gather(error, frozenset(self._parts)))
+        own = (frozenset(self._parts), global_rank(self._ranks), self.file_rank, topology)
+        told = self._ranks.agree_and_gather(error, own)
+        self._passed = frozenset().union(*(keys for keys, *_ in told))
+        self._reads = {rank: leader for _, rank, leader, _ in told}
+        self._topology = told[0][-1]
 
     def _share_metadata(self, manifest: Manifest | None) -> None:
         decisions: _Decisions | None = None
@@ -309,9 +325,18 @@ class _StepLoad:
                     requested=key in self._passed,
                     policy=self.on_world_size_change,
                     url=self._step.redacted,
+                    redealt=self._how_redealt(key),
                 )
                 loading_.read(self.source.store, trust=trust)
                 self._rank_files[key] = loading_
+
+    def _how_redealt(self, key: str) -> str:
+        """How the ranks share the data otherwise than those that saved, as far as one knows; alike on all ranks."""
+        stored = self._stored
+        dealing = describe_dealing(stored.rank_files[key], self._reads, stored.records)
+        if dealing or any(leader is not None for leader in self._reads.values()):
+            return dealing
+        return describe_remeshing(stored.topology, self._topology)
 
     def _require_changed(self) -> None:
         """Return when everything that a failed attempt has changed is loaded anew."""

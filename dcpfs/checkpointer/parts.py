@@ -9,8 +9,9 @@ left out (None) is no key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
@@ -22,6 +23,7 @@ from dcpfs.checkpointer.choices import RngPolicy
 from dcpfs.checkpointer.layout import DATALOADER, KEYS, MODEL, OPTIM, SCHEDULER, TRAINER, check_key
 from dcpfs.checkpointer.model_state import ModelWrapper, model_parts_of
 from dcpfs.checkpointer.optimizer_state import OptimizersWrapper
+from dcpfs.checkpointer.parameter_names import ModuleNames
 from dcpfs.checkpointer.scheduler_state import Scheduler, SchedulersWrapper
 from dcpfs.checkpointer.trainer_state import TrainerState
 from dcpfs.checkpointer.whole_state import WholeState
@@ -30,7 +32,7 @@ from dcpfs.errors import ConfigError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["Parts", "StateHolder", "find_topology", "state_of"]
+__all__ = ["Parts", "StateHolder", "find_topology", "state_of", "topology_of"]
 
 
 @runtime_checkable
@@ -134,6 +136,10 @@ class Parts:
             if isinstance(holder, (ModelWrapper, OptimizersWrapper)):
                 holder.state_dict()
 
+    def parameter_names(self) -> frozenset[str]:
+        """Names of the parameters of the model; of what else its state has, a forward pass may write all."""
+        return frozenset(name for part in self.model_parts for name in ModuleNames.of(part).parameters)
+
     def states(self) -> dict[str, object]:
         """The state of each key, read now, for a save."""
         return {key: state_of(holder) for key, holder in self.holders.items()}
@@ -151,7 +157,18 @@ def find_topology(states: Mapping[str, object]) -> dict[str, object]:
     model = states.get(MODEL)
     if not isinstance(model, Mapping):
         return {}
-    for value in model.values():
+    return _mesh_of(model.values())
+
+
+def topology_of(model: object) -> dict[str, object]:
+    """As `find_topology`, of what a model is loaded into."""
+    if isinstance(model, ModelWrapper):
+        return _mesh_of(chain.from_iterable(part.parameters() for part in model.parts))
+    return _mesh_of(model.values()) if isinstance(model, Mapping) else {}
+
+
+def _mesh_of(values: Iterable[object]) -> dict[str, object]:
+    for value in values:
         if isinstance(value, DTensor):
             mesh = value.device_mesh
             names = mesh.mesh_dim_names

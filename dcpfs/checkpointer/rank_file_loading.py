@@ -5,8 +5,8 @@ changed, it repeats and drops samples without an error (cases 10, 11); read afte
 can't be decoded leaves a trainer that is half old.
 
 Way taken: the rank's file is found by its global rank in the manifest (another tool's by its name), checked and decoded
-before anything of the trainer is changed. Another number of ranks is an error, a skip that is said, or the user's hook,
-which gets the states of all.
+before anything of the trainer is changed. Another number of ranks, or another sharing of the data (`rank_dealing`), is
+an error, a skip that is said, or the user's hook, which gets the states of all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class RankFileLoading:
         stored: The step.
         ranks: Who loads.
         requested: Some rank passed a part. Otherwise what can't be used is a warning.
-        policy: What to do under another number of ranks.
+        policy: What to do under another number of ranks, or when they share the data otherwise.
+        redealt: How they do, as the end of a sentence; "": as those that saved, as far as one knows.
         url: Redacted URL of the step, for errors.
 
     Attributes:
@@ -73,6 +74,7 @@ class RankFileLoading:
         requested: bool,
         policy: WorldSizePolicy | ReshardHook,
         url: str,
+        redealt: str = "",
     ) -> None:
         self._key = key
         self._part = part
@@ -81,6 +83,7 @@ class RankFileLoading:
         self._world_size = ranks.world_size
         self._requested = requested
         self._policy = policy
+        self._redealt = redealt
         self._url = url
         self._state: object = None
         self.found = False
@@ -89,7 +92,8 @@ class RankFileLoading:
         """Find, check and decode this rank's state.
 
         Raises:
-            CheckpointError: It was saved by another number of ranks; or this rank has none.
+            CheckpointError: It was saved by another number of ranks, or by ranks that shared the data otherwise; or
+                this rank has none.
             CorruptCheckpointError: It is not what was saved.
             UntrustedDataError: It holds a class outside the allow-list.
         """
@@ -105,7 +109,7 @@ class RankFileLoading:
         world_size = self._stored.world_size
         if world_size is None:
             world_size = max(names) + 1
-        if world_size != self._world_size:
+        if world_size != self._world_size or self._redealt:
             self._resize(store, names, world_size, trust)
             return
         name = names.get(self._rank)
@@ -134,11 +138,14 @@ class RankFileLoading:
             self._state = policy(states, resize)
             self.found = True
             return
-        text = f"loading {self._key!r} from {self._url}: {world_size} ranks saved it and {self._world_size} load it"
+        what, remedy = f"{world_size} ranks saved it and {self._world_size} load it", ""
+        if world_size == self._world_size:
+            what, remedy = self._redealt, "; or say with data_rank which part of the data each rank has, as at the save"
+        text = f"loading {self._key!r} from {self._url}: {what}"
         if policy is WorldSizePolicy.ERROR and self._requested:
             raise CheckpointError(
                 f"{text}, so no rank's state fits; give on_world_size_change a function that makes new states of the "
-                "old ones, or 'skip', or leave it out with keys_not_to_resume"
+                f"old ones, or 'skip', or leave it out with keys_not_to_resume{remedy}"
             )
         _logger.warning("%s; it is left as it is", text)
 

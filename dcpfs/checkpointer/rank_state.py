@@ -34,7 +34,7 @@ _PROTOCOL = 4
 
 @dataclass(frozen=True, slots=True)
 class RankResize:
-    """A rank that loads what another number of ranks saved: what a reshard hook is told.
+    """A rank that loads what other ranks saved, another number of them or with other parts of the data: for a hook.
 
     Attributes:
         rank: This global rank.

@@ -358,6 +358,7 @@ def load_with_fallback(
     read_extra: bool = True,
     renaming: Renaming | None = None,
     on_world_size_change: WorldSizePolicy | ReshardHook = WorldSizePolicy.ERROR,
+    file_rank: int | None = None,
     verify: VerifyMode = VerifyMode.CHECKSUMS,
     trust: Trust = Trust.ALLOWLIST,
     allow_cast: CastPolicy = CastPolicy.NEVER,
@@ -379,6 +380,7 @@ def load_with_fallback(
         read_extra: Keys beyond the five that nobody passes are read whole.
         renaming: Applied on a warm start alone.
         on_world_size_change: As for `load_step`.
+        file_rank: As for `load_step`.
         verify: As for `load_step`.
         trust: As for `load_step`.
         allow_cast: As for `load_step`.
@@ -411,6 +413,7 @@ def load_with_fallback(
                 renaming=renaming if plan.origin is Origin.WARM_START else None,
                 directories=plan.directories,
                 on_world_size_change=on_world_size_change,
+                file_rank=file_rank,
                 verify=verify,
                 trust=trust,
                 allow_cast=allow_cast,
