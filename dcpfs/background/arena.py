@@ -11,12 +11,13 @@ save, so nothing of an older save can remain (cases 12 to 14).
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from dcpfs.background.copying import Copier, CopyToHost, copier_for, pin_block, unpin_block
+from dcpfs.background.copying import Copier, CopyToHost, Pair, copier_for, pin_block, unpin_block
 from dcpfs.background.free_memory import available_bytes, require_memory
 
 __all__ = ["Arena", "Layout", "cut_block", "layout_of", "plain_block", "size_of"]
@@ -98,8 +99,12 @@ class Arena:
         """Whether copies may be at work still: `wait` has not been called since."""
         return bool(self._pending)
 
-    def stage(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def stage(self, tensors: Sequence[torch.Tensor], *, first: Collection[int] = ()) -> list[torch.Tensor]:
         """Begin to copy the values of the tensors. Nobody may read an earlier copy any more.
+
+        Args:
+            tensors: Not written again before `wait` returns, but for those of `first`.
+            first: Positions of those that may be written at once: computing on their device waits for these copies.
 
         Returns:
             The copies: row-major CPU tensors of the same shapes and dtypes, valid after `wait` and until the next call.
@@ -112,23 +117,19 @@ class Arena:
         for_device = any(tensor.is_cuda for tensor in tensors)
         if layout != self._layout or for_device > self._for_device:
             self._cut(layout, pins=for_device)
-        pairs: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for slot, tensor in zip(self._slots, tensors, strict=True):
-            pairs.setdefault(tensor.device, []).append((slot, tensor))
-        for device, of_device in pairs.items():
-            copier = self._copiers.get(device)
-            if copier is None:
-                copier = self._copiers[device] = self._choose_copier(device)
-            begun = copier.begin(of_device)
-            if begun is not None:
-                self._pending.append(begun)
+        pairs = list(zip(self._slots, tensors, strict=True))
+        if first:
+            self._begin([pairs[position] for position in sorted(first)], holds_computing=True)
+            pairs = [pair for position, pair in enumerate(pairs) if position not in first]
+        self._begin(pairs)
         return list(self._slots)
 
     def wait(self) -> None:
         """Return when all copies are complete, and the sources may be written again. Any thread."""
         for copy in list(self._pending):
             copy.wait()
-        self._pending = []
+            with contextlib.suppress(ValueError):  # another thread has waited for it, too
+                self._pending.remove(copy)
 
     def release(self) -> None:
         """Let go of the block. Copies that somebody still holds keep it alive. Idempotent."""
@@ -136,6 +137,21 @@ class Arena:
         if self._pinned is not None:
             unpin_block(self._pinned)
         self._layout, self._slots, self._size_bytes, self._pinned = None, [], 0, None
+
+    def _begin(self, pairs: Sequence[Pair], *, holds_computing: bool = False) -> None:
+        by_device: dict[torch.device, list[Pair]] = {}
+        for pair in pairs:
+            by_device.setdefault(pair[1].device, []).append(pair)
+        for device, of_device in by_device.items():
+            copier = self._copiers.get(device)
+            if copier is None:
+                copier = self._copiers[device] = self._choose_copier(device)
+            begun = copier.begin(of_device)
+            if begun is None:
+                continue
+            self._pending.append(begun)
+            if holds_computing:
+                begun.hold_computing()
 
     def _cut(self, layout: Layout, *, pins: bool) -> None:
         self.release()  # before the new block is made, so that both are never held

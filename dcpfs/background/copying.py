@@ -6,8 +6,9 @@ same without saying so.
 
 Way taken: host tensors are copied at once, by torch's own threads. Those of a GPU on a stream of their own, which
 begins after what the compute stream has been given so far; one event marks the end. Whoever writes the parameters
-again, and whoever reads the copies, waits for it. The allocator is told that the stream reads the sources, so their
-memory is not handed out while it does.
+again, and whoever reads the copies, waits for it. What a forward pass writes (buffers, such as running means) is copied
+first, and the compute stream itself waits for that: nobody would ask before a forward pass. The allocator is told that
+the stream reads the sources, so their memory is not handed out while it does.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "CopyToHost",
     "CudaCopier",
     "HostCopier",
+    "Pair",
     "copier_for",
     "copy_value",
     "pin_block",
@@ -37,6 +39,10 @@ class CopyToHost(Protocol):
 
     def wait(self) -> None:
         """Return when they are complete. Any thread; again at no cost."""
+        ...
+
+    def hold_computing(self) -> None:
+        """Let what is computed on the device from here on wait for them. The thread that computes; returns at once."""
         ...
 
 
@@ -60,11 +66,15 @@ class HostCopier:
 
 
 class _CudaCopy:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, device: torch.device, event: torch.cuda.Event) -> None:
+        self._device = device
         self._event = event
 
     def wait(self) -> None:
         self._event.synchronize()
+
+    def hold_computing(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class CudaCopier:
@@ -88,7 +98,7 @@ class CudaCopier:
                 tensor.record_stream(stream)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's has no annotations
             event.record(stream)
-        return _CudaCopy(event)
+        return _CudaCopy(self._device, event)
 
 
 def copier_for(device: torch.device) -> Copier:

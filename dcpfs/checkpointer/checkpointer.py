@@ -20,10 +20,12 @@ import contextlib
 import enum
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import nn
 
 from dcpfs.checkpointer.arguments import check_arguments
@@ -89,7 +91,8 @@ class DistributedCheckpointer:
         data_rank: Which part of the data this rank trains on, where several ranks (tensor or pipeline parallel) share
             one: the lowest rank of each part saves the dataloader, the others load that file. None: every rank its own.
         reshard_dataloader: Makes a rank's dataloader state of those of all ranks, when another number of ranks saved
-            it; called with the states by saving rank, and a `RankResize`. None: `config.on_world_size_change` decides.
+            it, or ranks that shared the data otherwise; called with the states by saving rank, and a `RankResize`.
+            None: `config.on_world_size_change` decides.
 
     Raises:
         ConfigError: A callback or argument can't be used.
@@ -110,6 +113,7 @@ class DistributedCheckpointer:
         reshard_dataloader: ReshardHook | None = None,
     ) -> None:
         self._life = _Life.OPEN
+        self._pid = os.getpid()
         self._last_load: StepLoadReport | None = None
         self._caller = make_group(process_group, timeout_seconds=_timeout_of(config))
         self._saving = Ranks()
@@ -271,6 +275,7 @@ class DistributedCheckpointer:
                     read_extra=self._callbacks.listens("on_load_checkpoint"),
                     renaming=config.renaming(),
                     on_world_size_change=self._reshard,
+                    file_rank=self._file_rank,
                     trust=config.trust,
                     transfer=config.transfer,
                     retry=config.retry,
@@ -320,8 +325,8 @@ class DistributedCheckpointer:
             iteration: Of the step; the same on all ranks.
             dataloader: As for `load`.
             trainer: As for `load`; plain values must be equal on all ranks.
-            metric: What ``keep_best`` compares, e.g. a validation loss; the same on all ranks, or None on all but the
-                first. NaN or infinite: the step is saved without one.
+            metric: What ``keep_best`` compares, e.g. a validation loss; the same on all ranks, or None on those that
+                don't know it. NaN or infinite: the step is saved without one.
             last: This is the closing save: with ``last_save_model_only`` the model alone, in ``export_dtype``. Such a
                 step can't be resumed from, so ``latest_checkpoint.txt`` goes on naming the one before.
 
@@ -340,7 +345,7 @@ class DistributedCheckpointer:
                 return Parts.of_training(model_parts, None, None, None)
             return self._training(iteration, model_parts, optimizer, scheduler, grad_scaler, dataloader, trainer)
 
-        self._save(gather, iteration, metric, exports=only_model)
+        self._save(gather, iteration, metric, exports=only_model, last=last)
 
     def save_state(self, iteration: int, states: Mapping[str, object], *, metric: float | None = None) -> None:
         """`save` for any keys: key to an object with ``state_dict`` and ``load_state_dict``, or to a mapping.
@@ -348,16 +353,24 @@ class DistributedCheckpointer:
         What is passed under ``dataloader`` is this rank's own. Where no ``trainer`` is passed, the iteration and the
         random number generators are saved under it. Collective; raises as `save`.
         """
-        self._save(lambda: self._stated(iteration, states), iteration, metric, exports=False)
+        self._save(lambda: self._stated(iteration, states), iteration, metric)
 
-    def _save(self, gather: Callable[[], Parts], iteration: int, metric: float | None, *, exports: bool) -> None:
+    def _save(
+        self,
+        gather: Callable[[], Parts],
+        iteration: int,
+        metric: float | None,
+        *,
+        exports: bool = False,
+        last: bool = False,
+    ) -> None:
         self._require_open("save")
         saver = self._saver
         if saver is None:
             raise ConfigError("can't save: this checkpointer was made with access='read_only'")
         with contextlib.suppress(ConfigError):  # raised below, on all ranks
             iteration = check_iteration(iteration)
-        outcomes, has_room = saver.make_room(iteration)
+        outcomes, has_room = saver.make_room(iteration, waits=last or self._preemption.requested)
         self._verdicts.handle(outcomes)
         if not has_room:
             return
@@ -381,6 +394,7 @@ class DistributedCheckpointer:
                 rank=self._global_rank,
                 file_rank=self._file_rank,
                 metric=metric,
+                parameters=self._parameters(parts),
             )
         except BaseException as caught:  # noqa: BLE001 - handed to the save, which raises it on all ranks
             error = caught
@@ -400,8 +414,17 @@ class DistributedCheckpointer:
         self._callbacks.on_save_checkpoint(parts.model_parts, states)
         return states
 
+    def _parameters(self, parts: Parts) -> dict[str, frozenset[str]]:
+        """What an optimizer alone writes; not asked for where all copies are complete when a save returns."""
+        if self._config.async_mode is AsyncMode.DISABLED or not torch.cuda.is_available():
+            return {}
+        names = parts.parameter_names()
+        return {MODEL: names} if names else {}
+
     def maybe_wait_for_staging(self) -> None:
         """Return when training may write its parameters again: the values of the last `save` are copied. Local.
+
+        Buffers that a forward pass writes are safe before.
 
         Never raises for a save that failed: that is for the next collective call, since one rank that left alone would
         hang the others.
@@ -431,6 +454,8 @@ class DistributedCheckpointer:
         if self._life is _Life.CLOSED:
             return
         self._life = _Life.CLOSED
+        if self._is_forked:
+            return
         saver = self._saver
         if self._exit_hook is not None:
             self._exit_hook.cancel()
@@ -464,6 +489,8 @@ class DistributedCheckpointer:
     def _abandon(self) -> None:
         if self._life is _Life.OPEN:
             self._life = _Life.CLOSED
+            if self._is_forked:
+                return
             if self._exit_hook is not None:
                 self._exit_hook.cancel()
             if self._saver is not None:
@@ -593,6 +620,16 @@ class DistributedCheckpointer:
     def _require_open(self, verb: str) -> None:
         if self._life is _Life.CLOSED:
             raise CheckpointError(f"can't {verb}: the checkpointer is closed; make a new one")
+        if self._is_forked:
+            raise CheckpointError(
+                f"can't {verb}: the checkpointer belongs to process {self._pid}, of which this one is a fork; make "
+                "a new one"
+            )
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a copy in a forked child: groups, threads and processes are the parent's, who goes on."""
+        return os.getpid() != self._pid
 
     def _writer_maker(self) -> Callable[[Location], StorageWriter]:
         if self._config.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM:

@@ -48,7 +48,8 @@ class WhenBusy(Choice):
     WAIT = "wait"
     """Waits for the oldest."""
     SKIP = "skip"
-    """Saves nothing, on all ranks, with a warning."""
+    """Saves nothing, on all ranks, with a warning. But the closing save waits, and so does one that was asked for, by a
+    signal or `request_save`: nothing may come after these."""
     ERROR = "error"
     """Raises on all ranks; nothing is saved."""
 
@@ -97,7 +98,7 @@ class DedupPolicy(Choice):
 
 
 class WorldSizePolicy(Choice):
-    """What a load does with rank files when another number of ranks wrote them."""
+    """What a load does with rank files of another number of ranks, or of ranks that shared the data otherwise."""
 
     ERROR = "error"
     """Raises: a position in the data means something else under another number of ranks (case 11)."""

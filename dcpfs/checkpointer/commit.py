@@ -37,7 +37,7 @@ import contextlib
 import enum
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcpfs.checkpointer.choices import OnExisting
 from dcpfs.checkpointer.completeness import check_step
@@ -45,6 +45,7 @@ from dcpfs.checkpointer.layout import (
     KEYS,
     LATEST_NAME,
     MANIFEST_NAME,
+    MODEL,
     WRITING_NAME,
     check_iteration,
     parse_latest,
@@ -116,6 +117,7 @@ class Claim:
         latest: Content of ``latest_checkpoint.txt`` at the time, or None: `move_latest` leaves alone what someone else
             has changed since.
         on_existing: What the save was told to do about a complete step.
+        exports: As for `claim_step`.
     """
 
     iteration: int
@@ -125,9 +127,17 @@ class Claim:
     predecessor: str | None = None
     latest: str | None = None
     on_existing: OnExisting = OnExisting.OVERWRITE
+    exports: bool = False
 
 
-def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisting = OnExisting.OVERWRITE) -> Claim:
+def claim_step(
+    store: Store,
+    iteration: int,
+    save_id: str,
+    on_existing: OnExisting = OnExisting.OVERWRITE,
+    *,
+    exports: bool = False,
+) -> Claim:
     """Look at a step, and make it this save's when nothing stands there. Coordinator.
 
     Four requests for an empty step: the pointer, a listing, ``.writing``, and a listing again, since another save may
@@ -138,10 +148,11 @@ def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisti
         iteration: Of the step.
         save_id: New for each save.
         on_existing: What to do about a complete step.
+        exports: Training can't go on from what is saved: it takes the place of nothing that it can go on from.
 
     Raises:
         CheckpointExistsError: A step stands there and ``on_existing`` is `OnExisting.ERROR`, or it is the only complete
-            one; nothing was touched.
+            one, or ``exports`` forbids it; nothing was touched.
         StorageError: The store failed.
     """
     check_iteration(iteration)
@@ -153,7 +164,8 @@ def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisti
         fresh = claimed and _look(store, iteration) <= {own}
         if fresh:
             return Claim(iteration, save_id, ClaimState.FRESH, latest=latest)
-        return _claim_occupied(store, iteration, save_id, on_existing, latest)
+        claim = Claim(iteration, save_id, ClaimState.EXISTS, latest=latest, on_existing=on_existing, exports=exports)
+        return _claim_occupied(store, claim)
     finally:
         if claimed and not fresh:  # the step is not this save's before `withdraw_step`
             with contextlib.suppress(StorageError):
@@ -161,9 +173,10 @@ def claim_step(store: Store, iteration: int, save_id: str, on_existing: OnExisti
                     store.delete([own])
 
 
-def _claim_occupied(store: Store, iteration: int, save_id: str, on_existing: OnExisting, latest: str | None) -> Claim:
-    status = check_step(store, iteration, named=True)
-    step = store.location.join(step_name(iteration)).redacted
+def _claim_occupied(store: Store, claim: Claim) -> Claim:
+    on_existing = claim.on_existing
+    status = check_step(store, claim.iteration, named=True)
+    step = store.location.join(step_name(claim.iteration)).redacted
     predecessor = _predecessor(status)
     if predecessor is not None and on_existing is OnExisting.ERROR:
         raise CheckpointExistsError(
@@ -172,9 +185,10 @@ def _claim_occupied(store: Store, iteration: int, save_id: str, on_existing: OnE
         )
     if status.is_complete and on_existing is OnExisting.SKIP:
         _logger.warning("not saving %s: the step stands there already, and on_existing is 'skip'", step)
-        return Claim(iteration, save_id, ClaimState.SKIPPED, predecessor=predecessor, latest=latest)
+        return replace(claim, state=ClaimState.SKIPPED, predecessor=predecessor)
     if status.is_complete:
-        _require_another(store, iteration)
+        _require_replaceable(claim, status)
+        _require_another(store, claim.iteration, status)
         protected = ", although it is protected" if status.is_protected else ""
         _logger.warning("overwriting %s, which stands there already%s", step, protected)
     elif predecessor is not None:
@@ -186,7 +200,7 @@ def _claim_occupied(store: Store, iteration: int, save_id: str, on_existing: OnE
             step,
             sum(is_own_file(name) and name != WRITING_NAME for name in status.files),
         )
-    return Claim(iteration, save_id, ClaimState.EXISTS, first_file_number(save_id), predecessor, latest, on_existing)
+    return replace(claim, first_file_number=first_file_number(claim.save_id), predecessor=predecessor)
 
 
 def withdraw_step(store: Store, claim: Claim) -> None:
@@ -195,7 +209,7 @@ def withdraw_step(store: Store, claim: Claim) -> None:
     Only names that dcpfs makes are touched, and never ``.protected``.
 
     Raises:
-        CheckpointExistsError: It is the only complete step; nothing was touched.
+        CheckpointExistsError: It is the only complete step, or one that may not be overwritten; nothing was touched.
         SupersededError: Another save claimed the step at the same time; or has committed it since the claim, and
             ``on_existing`` is not `OnExisting.OVERWRITE`.
         StorageError: The store failed. The step may be withdrawn already.
@@ -382,11 +396,32 @@ def _require_permission(store: Store, claim: Claim) -> None:
             raise superseded(store, claim.iteration, claim.save_id, standing, verb="start the save")
         _logger.warning("overwriting %s, which another save has committed in the meantime", status.url)
     if status.is_complete:
-        _require_another(store, claim.iteration)
+        _require_replaceable(claim, status)
+        _require_another(store, claim.iteration, status)
 
 
-def _require_another(store: Store, iteration: int) -> None:
-    """Return when there is a complete step beside this one.
+def _require_replaceable(claim: Claim, status: StepStatus) -> None:
+    """Return when a complete step may be overwritten by what this save brings.
+
+    Raises:
+        CheckpointExistsError: Training can go on from the step, and not from what would stand there then.
+    """
+    others = _holds_beside_model(status)
+    if claim.exports and others:
+        raise CheckpointExistsError(
+            f"can't save the model alone to {status.url}: a step stands there that also holds {', '.join(others)}, and "
+            "training could not go on from it any more; save the model under another iteration, or with "
+            "save_checkpoint to a URL of its own"
+        )
+
+
+def _holds_beside_model(status: StepStatus) -> list[str]:
+    """The keys of a step without the model: none in what a closing save left for others to use."""
+    return [key for key in (*status.keys, *status.rank_files) if key != MODEL]
+
+
+def _require_another(store: Store, iteration: int, standing: StepStatus) -> None:
+    """Return when there is a complete step beside this one; where training can go on from this one, such a step.
 
     Raises:
         CheckpointExistsError: There is none.
@@ -394,7 +429,8 @@ def _require_another(store: Store, iteration: int) -> None:
     latest = parse_latest(_read_latest(store) or "")
     others = {parse_step_name(name) for name in store.list_directories()} if store.capabilities.listable else {latest}
     for other in sorted((each for each in others if each not in (None, iteration)), reverse=True):
-        if check_step(store, other, named=other == latest).is_complete:
+        found = check_step(store, other, named=other == latest)
+        if found.is_complete and (_holds_beside_model(found) or not _holds_beside_model(standing)):
             return
     raise CheckpointExistsError(
         f"can't overwrite {store.location.join(step_name(iteration)).redacted}: it is the only complete step, and if "

@@ -133,11 +133,11 @@ class FlightSaver(abc.ABC):
 
     # --- Saver
 
-    def make_room(self, iteration: int) -> tuple[list[SaveOutcome], bool]:
+    def make_room(self, iteration: int, *, waits: bool = False) -> tuple[list[SaveOutcome], bool]:
         """See `Saver`. A crew that was lost is replaced here."""
         self._last_iteration = iteration
         busy = not self._idle and self._flights[0].outcome is None
-        lost, busy_anywhere = self._caller.largest([self._loss() is not None, busy])
+        lost, busy_anywhere, waits_anywhere = self._caller.largest([self._loss() is not None, busy, waits])
         outcomes: list[SaveOutcome] = []
         if not lost and not self._needs_crew:
             if busy_anywhere and self._when_busy is not WhenBusy.WAIT:
@@ -146,8 +146,9 @@ class FlightSaver(abc.ABC):
                         f"can't save iteration {iteration}: {self._still_saving()}; save less often, or set when_busy "
                         "to 'wait' or 'skip', or max_in_flight to more"
                     )
-                _logger.warning("iteration %d is not saved: %s", iteration, self._still_saving())
-                return outcomes, False
+                if not waits_anywhere:
+                    _logger.warning("iteration %d is not saved: %s", iteration, self._still_saving())
+                    return outcomes, False
             if not self._idle:
                 outcomes.append(self._land())
             if all(outcome.error is None for outcome in outcomes):

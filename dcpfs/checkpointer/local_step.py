@@ -11,7 +11,7 @@ two saves, can tell in one number whether plans have to be exchanged again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -30,12 +30,14 @@ class LocalKey:
         plan: This rank's items, before replicas are dropped.
         values: Resolves each item; nothing else is asked of it.
         value_digests: CRC-32 of small plain values, by FQN: what ranks are compared by.
+        parameters: FQNs of tensors that an optimizer alone writes; None: not known. See `stage_step`.
     """
 
     key: str
     plan: SavePlan
     values: SavePlanner
     value_digests: Mapping[str, int] = field(default_factory=dict)
+    parameters: Collection[str] | None = None
 
 
 @dataclass(slots=True)
@@ -51,6 +53,7 @@ class LocalStep:
         world_size: Number of ranks that save.
         metric: What `keep_best` compares, or None.
         topology: Mesh of the world, for the manifest.
+        relied_on: Names of files that another rank writes, and that this one reads on a load.
     """
 
     iteration: int
@@ -60,6 +63,7 @@ class LocalStep:
     world_size: int = 1
     metric: float | None = None
     topology: dict[str, object] = field(default_factory=dict)
+    relied_on: tuple[str, ...] = ()
 
 
 @contextlib.contextmanager

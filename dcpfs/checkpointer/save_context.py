@@ -47,6 +47,7 @@ class SaveContext:
         plans: Of the last exchange.
         global_rank: This process's rank in the whole job, by which its own files are named; None: that of ``ranks``.
         file_rank: Global rank whose files this rank reads on a load; None: its own.
+        is_shared_place: A rank beside the coordinator has found there what that one had put; not asked again.
     """
 
     save_dir: Location
@@ -62,6 +63,7 @@ class SaveContext:
     plans: PlanCache = field(default_factory=PlanCache)
     global_rank: int | None = None
     file_rank: int | None = None
+    is_shared_place: bool = False
 
 
 @dataclass(frozen=True)

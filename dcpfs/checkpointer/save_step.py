@@ -45,12 +45,12 @@ from dcpfs.checkpointer.commit import (
     publish_step,
     withdraw_step,
 )
-from dcpfs.checkpointer.layout import parse_rank_file_name, step_name
+from dcpfs.checkpointer.layout import MANIFEST_NAME, parse_rank_file_name, step_name
 from dcpfs.checkpointer.linked_ranks import LostRankError
 from dcpfs.checkpointer.local_step import LocalStep
 from dcpfs.checkpointer.manifest import FileRecord, Manifest
 from dcpfs.checkpointer.opening_words import OpeningWords, TogetherWords
-from dcpfs.checkpointer.ownership import put_owned
+from dcpfs.checkpointer.ownership import put_owned, read_owner, superseded
 from dcpfs.checkpointer.phases import Phases
 from dcpfs.checkpointer.save_context import SaveContext, StepReport
 from dcpfs.checkpointer.step_plan import (
@@ -138,6 +138,8 @@ class _Written:
     results: bytes = b""
     files: dict[str, FileRecord] = field(default_factory=dict)
     fingerprint: dict[str, int] = field(default_factory=dict)
+    relied_on: tuple[str, ...] = ()
+    """`LocalStep.relied_on`."""
     worked_seconds: float = 0.0
     """From the first exchange, until it had this to tell."""
 
@@ -172,6 +174,7 @@ class _Save:
         own = self._ranks.rank if context.global_rank is None else context.global_rank
         self._written = _Written(own, own if context.file_rank is None else context.file_rank)
         self._first_file_number = 0
+        self._metric: float | None = None
         self._stands = False
         self._taken_back = False
         self._stragglers = Stragglers.POSSIBLE
@@ -263,7 +266,13 @@ class _Save:
     # --- the phases
 
     def _claim_step(self) -> None:
-        self._claim = claim_step(self.store, self.step.iteration, self.save_id, self._context.on_existing)
+        self._claim = claim_step(
+            self.store,
+            self.step.iteration,
+            self.save_id,
+            self._context.on_existing,
+            exports=not self._moves_latest,
+        )
 
     def _meet(self) -> tuple[ClaimState, bool]:
         """What the coordinator found, and whether all ranks remember plans that fit. Raises what any rank brings."""
@@ -298,6 +307,7 @@ class _Save:
                 f"another {other}; give the same on all ranks, e.g. their mean, or None on all but the first"
             )
         self.save_id = told.save_id
+        self._metric = told.metrics[0] if told.metrics else None
         return _STATES[told.state], told.plans_fit
 
     def _assign(self, *, plans_fit: bool, withdraws: bool) -> dict[str, SavePlan]:
@@ -371,6 +381,8 @@ class _Save:
         if self._error is not None:
             raise self._error
         step, written = self.step, self._written
+        self._require_shared_place()
+        written.relied_on = step.relied_on
         results: dict[str, list[WriteResult]] = {}
         for key, plan in assigned.items():
             writer = self._writers[key]
@@ -386,6 +398,31 @@ class _Save:
         if self._context.still_wanted is not None:
             self._context.still_wanted()
         written.results = encode_results(results, step, assigned)
+
+    def _require_shared_place(self) -> None:
+        """Return when this rank finds what the coordinator has put. One request, in the first save alone.
+
+        Where each machine has a disk of its own below the same path, every rank writes, all of them succeed, and no
+        step that is committed can ever be loaded.
+
+        Raises:
+            ConfigError: ``save_dir`` is another place for this rank than for the coordinator.
+            SupersededError: Another save has taken over the step.
+        """
+        context, step = self._context, self.step
+        if context.is_shared_place or self._ranks.is_coordinator:
+            return
+        owner = read_owner(self.store, step.iteration)
+        where = context.save_dir.join(step_name(step.iteration)).redacted
+        if owner is None and not self.store.exists(f"{step_name(step.iteration)}/{MANIFEST_NAME}"):
+            raise ConfigError(
+                f"can't save to {where}: rank {self._ranks.rank} does not find there what rank 0 has just put, so that "
+                "save_dir is not one place for all ranks (a disk of each machine, or memory of each process); give one "
+                "that all of them share"
+            )
+        if owner != self.save_id:
+            raise superseded(self.store, step.iteration, self.save_id, owner, verb="write the save")
+        context.is_shared_place = True
 
     def _write_rank_files(self) -> None:
         """What belongs to this rank: pickled before the save began, so nothing but the store can fail here."""
@@ -409,6 +446,7 @@ class _Save:
         files: dict[str, FileRecord] = {}
         for each in collected:
             files.update(each.files)
+        self._require_relied_on(collected, files)
         files.update(self._publish_keys(planned.metadata(), results))
         manifest = Manifest(
             save_id=self.save_id,
@@ -417,7 +455,7 @@ class _Save:
             files=files,
             keys=tuple(self._writers),
             rank_files=_rank_files_of(collected),
-            metric=step.metric,
+            metric=self._metric,
             created_seconds=time.time(),
             versions={"dcpfs": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
             topology=step.topology,
@@ -430,6 +468,18 @@ class _Save:
         self._stands = True
         if self._moves_latest:
             move_latest(self.store, step.iteration, claim)
+
+    def _require_relied_on(self, collected: Sequence[_Written], files: Mapping[str, FileRecord]) -> None:
+        """Coordinator: return when the files are there that ranks leave to another one to write."""
+        for each in collected:
+            for name in each.relied_on:
+                if name not in files:
+                    key, _, _ = name.partition("/")
+                    raise ConfigError(
+                        f"can't save {key!r} of rank {each.global_rank}: rank {each.file_rank}, the lowest with the "
+                        "same part of the data, saves it for all of them, and was given none; pass one on that rank, "
+                        "or give each rank a data_rank of its own"
+                    )
 
     def _require_awaited(self) -> None:
         """Coordinator: publish nothing that another rank, by now, may have given up waiting for.

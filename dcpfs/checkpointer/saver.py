@@ -67,8 +67,12 @@ class SaveOutcome:
 class Saver(Protocol):
     """Runs saves, one after another. All methods belong to the calling thread."""
 
-    def make_room(self, iteration: int) -> tuple[list[SaveOutcome], bool]:
+    def make_room(self, iteration: int, *, waits: bool = False) -> tuple[list[SaveOutcome], bool]:
         """What became of saves that had to end before another can begin, and whether it can. Collective.
+
+        Args:
+            iteration: That is to be saved.
+            waits: On any rank: this save is not to be left out, whatever `WhenBusy.SKIP` says.
 
         Raises:
             CheckpointError: It can't, and that is an error by `WhenBusy.ERROR`.
@@ -120,7 +124,12 @@ class InlineSaver:
         self._context = context
         self._make_phases = make_phases
 
-    def make_room(self, iteration: int) -> tuple[list[SaveOutcome], bool]:  # noqa: ARG002 - the protocol's
+    def make_room(
+        self,
+        iteration: int,  # noqa: ARG002 - the protocol's
+        *,
+        waits: bool = False,  # noqa: ARG002 - the protocol's
+    ) -> tuple[list[SaveOutcome], bool]:
         """There always is."""
         return [], True
 

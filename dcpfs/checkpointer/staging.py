@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcpfs.background.arena import Arena
+from dcpfs.checkpointer.layout import SCHEDULER, TRAINER
 from dcpfs.checkpointer.local_step import LocalKey, LocalStep
 from dcpfs.errors import UnsupportedValueError
 
@@ -81,19 +82,23 @@ def stage_step(step: LocalStep, arena: Arena) -> LocalStep:
     """The same step, with copies of its values in the arena. Local.
 
     Args:
-        step: As planned; its tensors may be written again when this returns.
+        step: As planned. Its tensors may be written again when the arena has been waited for; those of the host, and
+            all but parameters and optimizers' states, when this returns.
         arena: Nobody reads from it any more.
 
     Raises:
         UnsupportedValueError: An item resolves to something else than it was planned as; names its key.
     """
     places: list[tuple[str, Place]] = []
+    first: set[int] = set()
     tensors: list[torch.Tensor] = []
     objects: dict[str, dict[str, bytes]] = {key: {} for key in step.keys}
     for key, local in step.keys.items():
         for item in local.plan.items:
             value = local.values.resolve_data(item)
             if isinstance(value, torch.Tensor):
+                if _may_be_written(local, item.index.fqn):
+                    first.add(len(tensors))
                 places.append((key, place_of(item.index)))
                 tensors.append(value)
             elif isinstance(value, io.BytesIO):
@@ -103,13 +108,20 @@ def stage_step(step: LocalStep, arena: Arena) -> LocalStep:
                     f"can't save {item.index.fqn!r} of {key!r}: the planner gave a {type(value).__name__} for it"
                 )
     copies: dict[str, dict[Place, torch.Tensor]] = {key: {} for key in step.keys}
-    for (key, place), copy in zip(places, arena.stage(tensors), strict=True):
+    for (key, place), copy in zip(places, arena.stage(tensors, first=first), strict=True):
         copies[key][place] = copy
     keys = {
         key: LocalKey(key, local.plan, StagedValues(copies[key], objects[key]), local.value_digests)
         for key, local in step.keys.items()
     }
     return dataclasses.replace(step, keys=keys)
+
+
+def _may_be_written(local: LocalKey, fqn: str) -> bool:
+    """Whether training may write it before it has waited for the copies: all but parameters and optimizers' states."""
+    if local.parameters is None:
+        return local.key in (SCHEDULER, TRAINER)
+    return fqn not in local.parameters
 
 
 def place_of(index: MetadataIndex) -> Place:

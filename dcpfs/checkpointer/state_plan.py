@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import SupportsFloat
 
 import torch
@@ -41,6 +41,7 @@ def plan_states(
     rank: int,
     file_rank: int | None,
     metric: SupportsFloat | None,
+    parameters: Mapping[str, Collection[str]] | None = None,
 ) -> LocalStep:
     """Plan a save of states by key. Local.
 
@@ -53,6 +54,7 @@ def plan_states(
         file_rank: Rank whose file is this rank's; None: its own.
         metric: What ``keep_best`` compares: a number of any library. One that is not finite counts as none, with a
             warning: a loss that has diverged must not cost the step.
+        parameters: As for `plan_step`.
 
     Raises:
         ConfigError: A key is no name, a state no mapping, or the metric no number.
@@ -60,15 +62,18 @@ def plan_states(
     """
     rated = _as_number(metric, iteration)
     rank_files: dict[str, bytes] = {}
+    relied_on: list[str] = []
     nested: dict[str, Mapping[str, object]] = {}
     for key, holder in states.items():
         if holder is None:
             continue
         state = state_of(holder) if isinstance(holder, (Mapping, StateHolder)) else holder
         if key == DATALOADER:
-            if file_rank in (None, rank):
+            if file_rank is None or file_rank == rank:
                 name = f"{DATALOADER}/{rank_file_name(rank)}"
                 rank_files[name] = encode_rank_state(state, key=DATALOADER, rank=rank, trust=config.trust)
+            else:
+                relied_on.append(f"{DATALOADER}/{rank_file_name(file_rank)}")
         elif isinstance(state, Mapping):
             nested[check_key(key)] = {name: _asked(value) for name, value in state.items()}
         else:
@@ -82,6 +87,8 @@ def plan_states(
         dedup=config.dedup,
         metric=rated,
         topology=find_topology(nested),
+        relied_on=relied_on,
+        parameters=parameters,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from dcpfs.checkpointer.choices import DedupPolicy
 from dcpfs.checkpointer.global_plan import GlobalPlan, plan_globally
@@ -40,6 +40,8 @@ def plan_step(
     dedup: DedupPolicy = DedupPolicy.BALANCED,
     metric: float | None = None,
     topology: Mapping[str, object] | None = None,
+    relied_on: Sequence[str] = (),
+    parameters: Mapping[str, Collection[str]] | None = None,
 ) -> LocalStep:
     """Plan this rank's part of a step. Local: no collective.
 
@@ -52,6 +54,8 @@ def plan_step(
         dedup: Who writes what several ranks hold.
         metric: What `keep_best` compares.
         topology: Mesh of the world, for the manifest.
+        relied_on: As `LocalStep.relied_on`.
+        parameters: Key to `LocalKey.parameters`, where that is known.
 
     Raises:
         UnsupportedValueError: A value can't be stored exactly; names its key.
@@ -63,6 +67,16 @@ def plan_step(
             planner.set_up_planner(dict(state))
             plan = planner.create_local_plan()
         notes = plan.planner_data
-        keys[key] = LocalKey(key, plan, planner, notes.digests if isinstance(notes, PlannerData) else {})
+        digests = notes.digests if isinstance(notes, PlannerData) else {}
+        keys[key] = LocalKey(key, plan, planner, digests, (parameters or {}).get(key))
     digest = digest_keys(keys, world_size=world_size, dedup=dedup)
-    return LocalStep(iteration, keys, dict(rank_files or {}), digest, world_size, metric, dict(topology or {}))
+    return LocalStep(
+        iteration,
+        keys,
+        dict(rank_files or {}),
+        digest,
+        world_size,
+        metric,
+        dict(topology or {}),
+        tuple(relied_on),
+    )

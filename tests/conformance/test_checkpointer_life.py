@@ -117,6 +117,34 @@ def test_case_105_the_closing_save_is_the_model_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_the_closing_save_takes_the_place_of_no_step_that_training_can_go_on_from(tmp_path: Path, mode: str) -> None:
+    here = Location(str(tmp_path))
+    job = Job(seed=5)
+    fresh = Job(seed=8)
+    with open_run(here, last_save_model_only=True, async_mode=mode) as checkpointer:
+        job.train(2, checkpointer)
+        job.save(checkpointer, 3)
+        checkpointer.wait()
+
+        def close_over() -> None:
+            job.save(checkpointer, 3, last=True)
+            checkpointer.wait()
+
+        kind, text = attempt(close_over)
+        assert kind == "CheckpointExistsError"
+        assert "also holds optim, scheduler, trainer, dataloader" in text
+        assert fresh.load(checkpointer) == 3
+        assert_same(fresh.whole(), job.whole())
+        job.save(checkpointer, 4, last=True)
+        job.save(checkpointer, 4, last=True)  # over one of its own kind
+        checkpointer.wait()
+        assert (checkpointer.latest(), checkpointer.steps()) == (3, [2, 3, 4])
+    with open_run(here, last_save_model_only=True, on_existing="skip") as checkpointer:
+        job.save(checkpointer, 3, last=True)
+        assert fresh.load(checkpointer) == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_cases_12_13_14_each_save_has_the_values_of_its_moment(tmp_path: Path, mode: str) -> None:
     """A hook that makes copies, a scheduler between two saves, a value changed right after the call."""
     here = Location(str(tmp_path))

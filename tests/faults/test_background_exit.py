@@ -159,3 +159,37 @@ def test_case_48_children_of_multiprocessing_finish_too(tmp_path: Path) -> None:
     assert (code, output) == (0, f"[0, {FAILED_EXIT_CODE}]\n"), errors
     assert job.saved(tmp_path / THREAD, 1)
     assert "the disk is on fire" in errors
+
+
+FORKING = """
+import os, sys, torch, dcpfs
+config = dcpfs.CheckpointConfig(save_dir=sys.argv[1], async_mode=sys.argv[2], rng="none", timeout_seconds=60)
+state = {"model": {"w": torch.ones(3)}}
+with dcpfs.DistributedCheckpointer(config) as checkpointer:
+    checkpointer.save_state(1, state)
+    checkpointer.wait()
+    for leaves in ("by exit", "by the end", "by a save"):
+        child = os.fork()
+        if child == 0 and leaves == "by exit":
+            sys.exit(0)  # through the block, as an exception
+        if child == 0 and leaves == "by the end":
+            checkpointer.close()
+            os._exit(0)
+        if child == 0:
+            try:
+                checkpointer.save_state(9, state)
+            except dcpfs.CheckpointError as error:
+                os._exit(0 if "a fork" in str(error) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, leaves
+    checkpointer.save_state(2, state)
+    checkpointer.wait()
+print(checkpointer.steps(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["disabled", THREAD, PROCESS])
+def test_case_80_a_forked_child_that_ends_leaves_the_saves_to_its_parent(tmp_path: Path, mode: str) -> None:
+    code, output, errors = Script(["-", str(tmp_path / "run"), mode], text=FORKING).finish()
+    assert (code, output) == (0, "[1, 2]\n"), errors
+    assert "replaced" not in errors

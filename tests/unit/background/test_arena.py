@@ -19,6 +19,7 @@ class LateCopy:
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self.pairs = list(pairs)
         self.waits = 0
+        self.held = False
 
     def wait(self) -> None:
         self.waits += 1
@@ -26,6 +27,11 @@ class LateCopy:
             for slot, tensor in self.pairs:
                 copy_value(slot, tensor, non_blocking=False)
         self.pairs = []
+
+    def hold_computing(self) -> None:
+        """What is computed next finds the copies complete: as if they had been waited for."""
+        self.held = True
+        self.wait()
 
 
 class LateCopier:
@@ -138,6 +144,22 @@ def test_case_15_no_slot_is_written_before_earlier_copies_are_complete() -> None
     assert copier.begun[2].waits == 1
 
 
+def test_case_12_what_a_forward_pass_writes_is_copied_before_anything_is_computed() -> None:
+    copier = LateCopier()
+    arena = Arena(choose_copier=lambda device: copier)
+    weights, means = torch.ones(5), torch.ones(3)
+    slots = arena.stage([weights, means, weights], first={1})
+    means.fill_(-1)  # a forward pass, before anybody has waited
+    assert [copy.held for copy in copier.begun] == [True, False]
+    assert arena.is_pending
+    arena.wait()
+    assert [slot.eq(1).all().item() for slot in slots] == [True, True, True]
+    assert not pending(arena)
+    again = arena.stage([weights, means, weights])
+    arena.wait()
+    assert again[1].eq(-1).all()
+
+
 def test_each_device_has_one_copier_and_all_are_waited_for() -> None:
     copiers: dict[str, LateCopier] = {}
 
@@ -195,4 +217,23 @@ def test_copies_from_a_gpu_overtake_nothing_and_are_not_overtaken() -> None:
         assert copy.eq(number).all()
         assert copy.is_pinned()
     assert isinstance(copier_for(device), CudaCopier)
+    arena.release()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_case_12_computing_on_a_gpu_waits_for_what_it_may_write() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    arena = Arena()
+    parameter = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
+    buffer = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
+    for number in range(1, 5):
+        parameter.fill_(number)
+        buffer.fill_(number)
+        copies = arena.stage([parameter, buffer], first={1})
+        buffer.fill_(255)  # at once, as a forward pass does
+        arena.wait()
+        parameter.fill_(255)
+        torch.cuda.synchronize()
+        assert [int(copy.min()) for copy in copies] == [int(copy.max()) for copy in copies] == [number, number]
     arena.release()

@@ -164,6 +164,17 @@ def test_a_busy_crew(when_busy: str, caplog: pytest.LogCaptureFixture) -> None:
     assert [flight.iteration for flight, _ in crew.launched] == [1, 3]
 
 
+def test_a_save_that_must_not_be_left_out_waits_for_room() -> None:
+    """The closing save, and one that was asked for by a signal: nothing may come after them."""
+    crew = Crew(when_busy="skip")
+    crew.save(1)
+    assert crew.save(2) == []
+    outcomes, has_room = waits(lambda: crew.make_room(3, waits=True), crew.land)
+    assert (said(outcomes), has_room) == ([(1, "")], True)
+    assert crew.submit(request(3)) == []
+    assert [flight.iteration for flight, _ in crew.launched] == [1, 3]
+
+
 def test_staging_is_waited_for_where_it_has_to_be_and_nowhere_else() -> None:
     crew = Crew(late=True)
     crew.wait_for_staging()
