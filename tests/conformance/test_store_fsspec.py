@@ -27,6 +27,7 @@ from dcpfs.errors import (
     TransferSizeError,
     UnsupportedOperationError,
 )
+from dcpfs.storage.filesystems import Publishing, listed_traits
 from dcpfs.storage.fsspec_sink import copy_bytes, is_temporary, part_ranges, temporary_name
 from dcpfs.storage.fsspec_store import FsspecStore
 from dcpfs.storage.leftovers import sweep_leftovers
@@ -220,6 +221,13 @@ def test_a_move_that_does_nothing_and_does_not_say_so_is_found_out(
     with pytest.raises(StorageError, match="did nothing"):
         tree.put("latest", [b"another"])
     assert DummyTree.files == {}
+
+
+@pytest.mark.parametrize("scheme", ["hdfs", "webhdfs", "ftp", "dropbox"])
+def test_where_a_move_replaces_nothing_no_put_is_called_atomic(scheme: str) -> None:
+    traits = listed_traits(Location(f"{scheme}://host/run"))
+    assert traits is not None
+    assert (traits.publishing, traits.atomic) == (Publishing.MOVE, False)
 
 
 def test_case_89_what_arrives_in_another_size_is_removed(objects: FsspecStore, monkeypatch: pytest.MonkeyPatch) -> None:
