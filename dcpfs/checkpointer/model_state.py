@@ -22,8 +22,8 @@ from torch import nn
 from dcpfs import torch_private
 from dcpfs.checkpointer.flat_shards import load_flat_model, read_flat_model
 from dcpfs.checkpointer.parameter_names import ModuleNames
-from dcpfs.checkpointer.stored_value import StoredValue
-from dcpfs.checkpointer.template_tree import build_below, placeholder
+from dcpfs.checkpointer.stored_value import StoredValue, StoredValues
+from dcpfs.checkpointer.template_tree import add_empty, build_below, placeholder
 from dcpfs.checkpointer.tensor_memory import adopt_memory, has_same_bits, home_device, is_same_memory, zeros_like_part
 from dcpfs.errors import ConfigError, KeyMismatchError
 
@@ -96,6 +96,7 @@ class ModelWrapper:
                 if id(owner) not in memory:
                     memory[id(owner)] = zeros_like_part(value, device=self._device_for(value, live))
                 state[name] = memory[id(owner)]
+        add_empty(state, {key: value for key, value in StoredValues.empty_of(stored).items() if _is_extra(value)})
         return state
 
     def left_out(self, stored: Mapping[str, StoredValue]) -> dict[str, str]:  # noqa: ARG002 - part of the protocol
@@ -186,6 +187,11 @@ def _check_shared(
         f"two parts of the model have the name {name!r} for different tensors, of which a checkpoint can hold one: "
         "name the parts as they are named in the whole model"
     )
+
+
+def _is_extra(value: StoredValue) -> bool:
+    """Whether it stands in the extra state of a module."""
+    return str(value.path[0]).rpartition(".")[2] == _EXTRA_STATE
 
 
 def _extra_template(name: str, value: object, stored: Mapping[str, StoredValue]) -> object:

@@ -42,8 +42,8 @@ from dcpfs.checkpointer.optimizer_keys import (
 )
 from dcpfs.checkpointer.optimizer_values import load_exactly
 from dcpfs.checkpointer.parameter_names import ModuleNames
-from dcpfs.checkpointer.stored_value import StoredValue
-from dcpfs.checkpointer.template_tree import nest_leaves, steps_within
+from dcpfs.checkpointer.stored_value import StoredValue, StoredValues
+from dcpfs.checkpointer.template_tree import Steps, nest_leaves, steps_within, with_empty
 from dcpfs.checkpointer.tensor_memory import has_same_bits, zeros_like_part, zeros_of_shape
 from dcpfs.dcp.flatten import flatten
 from dcpfs.errors import ConfigError, KeyMismatchError, UnsupportedValueError
@@ -108,6 +108,7 @@ class OptimizersWrapper:
         self._unfit: set[str] = set()
         self._asked: frozenset[str] = frozenset()
         self._stored: Mapping[str, StoredValue] = {}
+        self._empty: Mapping[str, StoredValue] = {}
 
     def state_dict(self) -> dict[str, object]:
         """Flat key to tensor or value. The tensors are the optimizers' own, not copies.
@@ -147,6 +148,7 @@ class OptimizersWrapper:
         self._unfit = set()
         self._asked = frozenset(sorted_keys)
         self._stored = stored
+        self._empty = StoredValues.empty_of(stored)
         for view in views:
             for group in view.groups:
                 fields = dict(flatten_values(cast("Mapping[object, object]", group.fields)))
@@ -202,9 +204,10 @@ class OptimizersWrapper:
         leaves, paths = _flatten_with_paths(state_dict)
         views, sorted_keys = self._sorted(leaves)
         stored = {**self._stored, **paths}
-        ready = [(view.optimizer, self._packed(view, sorted_keys, leaves, stored)) for view in views]
+        empty, _ = sort_keys(self._empty, self._aliases())
+        ready = [(view.optimizer, self._packed(view, sorted_keys, leaves, stored, empty)) for view in views]
         self._warn_of_afresh(views, sorted_keys)
-        self._unfit, self._asked, self._stored = set(), frozenset(), {}
+        self._unfit, self._asked, self._stored, self._empty = set(), frozenset(), {}, {}
         for optimizer, packed in ready:
             load_exactly(optimizer, packed)
         if len(self._containers) == 1 and not self._optimizers:
@@ -292,6 +295,7 @@ class OptimizersWrapper:
         sorted_keys: Mapping[str, ParameterKeys],
         leaves: Mapping[str, object],
         stored: Mapping[str, StoredValue],
+        empty: Mapping[str, ParameterKeys],
     ) -> dict[str, object]:
         """What ``load_state_dict`` of one optimizer takes."""
         state: dict[int, object] = {}
@@ -299,8 +303,12 @@ class OptimizersWrapper:
         for group in view.groups:
             owner: dict[str, str] = {}
             fields: dict[str, object] = {}
+            known_fields: dict[str, Steps] = {}
+            without: dict[str, str] = {}
             for index, _, name in group.parameters:
                 keys = sorted_keys.get(name, ParameterKeys())
+                nothing = empty.get(name, ParameterKeys())
+                without |= nothing.group
                 if keys.state and name not in self._unfit:
                     values = {value_name: leaves[key] for value_name, key in keys.state.items()}
                     known = {
@@ -308,7 +316,8 @@ class OptimizersWrapper:
                         for value_name, key in keys.state.items()
                         if key in stored and (steps := steps_within(key, value_name, stored[key]))
                     }
-                    state[index] = nest_leaves(values, view.state.get(index, {}), known)
+                    nested = nest_leaves(values, view.state.get(index, {}), known)
+                    state[index] = self._filled_up(nested, nothing.state)
                 elif name in self._asked and name not in sorted_keys and index in view.state:
                     state[index] = view.state[index]
                 for field_name, key in keys.group.items():
@@ -316,6 +325,8 @@ class OptimizersWrapper:
                         continue
                     if field_name not in owner:
                         owner[field_name], fields[field_name] = name, leaves[key]
+                        if key in stored and (steps := steps_within(key, field_name, stored[key])):
+                            known_fields[field_name] = steps
                     elif not _is_equal(fields[field_name], leaves[key]):
                         raise KeyMismatchError(
                             f"loading an optimizer: {owner[field_name]!r} and {name!r} are in one group, but were "
@@ -323,12 +334,22 @@ class OptimizersWrapper:
                             "changed: group the parameters as they were, or resume without 'optim'",
                             mismatched={key: f"{field_name} differs within a group"},
                         )
-            restored = nest_leaves(fields, cast("Mapping[object, object]", group.fields))
+            restored = nest_leaves(fields, cast("Mapping[object, object]", group.fields), known_fields)
+            restored = self._filled_up(restored, without)
             packed: dict[object, object] = {k: v for k, v in group.fields.items() if k != PARAM_NAMES}
             packed |= restored
             packed["params"] = [index for index, _, _ in group.parameters]
             groups.append(packed)
         return {**view.rest, "state": state, "param_groups": groups}
+
+    def _filled_up(self, nested: dict[object, object], empty: Mapping[str, str]) -> dict[object, object]:
+        """With the mappings that have nothing in them where they stood: name within ``nested`` to joined path."""
+        filled: object = nested
+        for name, key in empty.items():
+            steps = steps_within(key, name, self._empty[key])
+            if steps and len(steps) > 1:
+                filled = with_empty(filled, steps)
+        return cast("dict[object, object]", filled)
 
     def _warn_of_afresh(self, views: list[_View], sorted_keys: Mapping[str, ParameterKeys]) -> None:
         unknown, stateless = [], []

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcpfs.checkpointer.layout import OPTIM, SCHEDULER, TRAINER
 from dcpfs.checkpointer.renaming import FqnNaming, Placement, Renaming, optimizer_fqns
-from dcpfs.checkpointer.stored_value import StoredValue, TemplatePart
-from dcpfs.checkpointer.template_tree import add_empty
+from dcpfs.checkpointer.stored_value import StoredValue, StoredValues, TemplatePart
+from dcpfs.checkpointer.template_tree import add_empty, empty_values
 from dcpfs.checkpointer.whole_state import WholeState
 from dcpfs.config import CastPolicy
 from dcpfs.dcp.flatten import Structure, flatten, unflatten
@@ -153,8 +153,8 @@ class KeyLoading:
             stored = _stored_values(records, self._index)
             self.left_out = dict(part.left_out(stored))
             template = part.template(stored)
-            if self._is_opened(part) and self._index.structure is not None:
-                add_empty(template, Structure.from_json(self._index.structure, self._index.paths))
+            if self._is_opened(part):
+                add_empty(template, stored.empty)
             return template
         if isinstance(part, Stateful):
             state = part.state_dict()
@@ -266,7 +266,7 @@ def _encode_names(placed: set[str], names: Iterable[str]) -> bytes:
     return bytes(bits)
 
 
-def _stored_values(records: Mapping[str, TensorRecord | BytesRecord], index: CheckpointIndex) -> dict[str, StoredValue]:
+def _stored_values(records: Mapping[str, TensorRecord | BytesRecord], index: CheckpointIndex) -> StoredValues:
     """What a part is told of it; of renamed entries not where they stood, of another tool's no key types."""
     structure = Structure.from_json(index.structure, index.paths)
     stored = {}
@@ -277,7 +277,7 @@ def _stored_values(records: Mapping[str, TensorRecord | BytesRecord], index: Che
             stored[name] = StoredValue(dtype, shape, structure.paths[name], real_path)
         else:
             stored[name] = StoredValue(dtype, shape)
-    return stored
+    return StoredValues(stored, empty_values(structure) if records is index.records else {})
 
 
 def _whole_state(records: Mapping[str, TensorRecord | BytesRecord], url: str) -> dict[str, object]:

@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["StoredValue", "TemplatePart"]
+__all__ = ["StoredValue", "StoredValues", "TemplatePart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,23 @@ class StoredValue:
     def is_tensor(self) -> bool:
         """Whether the entry is a tensor."""
         return self.shape is not None
+
+
+class StoredValues(dict[str, StoredValue]):
+    """What a checkpoint holds by flat key, as a template is made of it.
+
+    Attributes:
+        empty: The mappings with nothing in them, which have no entry: joined path to where they stood.
+    """
+
+    def __init__(self, values: Mapping[str, StoredValue], empty: Mapping[str, StoredValue]) -> None:
+        super().__init__(values)
+        self.empty = dict(empty)
+
+    @classmethod
+    def empty_of(cls, stored: Mapping[str, StoredValue]) -> Mapping[str, StoredValue]:
+        """Those of any mapping; none where it does not say."""
+        return stored.empty if isinstance(stored, cls) else {}
 
 
 @runtime_checkable

@@ -33,10 +33,12 @@ __all__ = [
     "below",
     "build_below",
     "build_tree",
+    "empty_values",
     "nest_leaves",
     "placeholder",
     "starts_with_name",
     "steps_within",
+    "with_empty",
 ]
 
 _MOST_POSITIONS = 1 << 24
@@ -103,34 +105,43 @@ def build_tree(stored: Mapping[str, StoredValue], live: Mapping[str, object]) ->
     return cast("dict[str, object]", root)
 
 
-def add_empty(root: dict[str, object], structure: Structure) -> None:
+def empty_values(structure: Structure) -> dict[str, StoredValue]:
+    """The mappings with nothing in them that a state had, by joined path."""
+    paths = [path for path, container in structure.containers.items() if container.empty and path]
+    real_paths = [path for path in structure.empty_paths() if path]
+    return {
+        ".".join(map(str, path)): StoredValue(None, None, path, real_path)
+        for path, real_path in zip(paths, real_paths, strict=True)
+    }
+
+
+def add_empty(root: dict[str, object], empty: Mapping[str, StoredValue]) -> None:
     """Add the empty mappings that stood in lists: a list of plain values is one value, one with mappings is not.
 
     Args:
         root: What `build_tree` has built, of a state or a part of it. Containers in it may be the live ones: those that
             get something are copied.
-        structure: Of the whole state.
+        empty: As `StoredValues.empty`, of the whole state.
     """
-    empty = [path for path, container in structure.containers.items() if container.empty]
-    for path, real_path in zip(empty, structure.empty_paths(), strict=True):
-        if any(isinstance(step, int) for step in path) and path[0] in root:
-            top, *steps = _steps(path, real_path)
+    for value in empty.values():
+        if any(isinstance(step, int) for step in value.path) and value.path[0] in root:
+            top, *steps = _steps(value.path, value.real_path)
             name = cast("str", top[0])
-            root[name] = _with_empty(root[name], steps)
+            root[name] = with_empty(root[name], steps)
 
 
-def _with_empty(found: object, steps: Steps) -> object:
+def with_empty(found: object, steps: Steps) -> object:
     """A copy of what stands there with an empty mapping at a path, where nothing does."""
     if not steps:
         return {} if found is None else found
     (key, in_list), *rest = steps
     if in_list and (found is None or isinstance(found, list)):
         values: list[object] = [] if found is None else list(found)
-        _put(values, key, in_list, _with_empty(_get(values, key, in_list), rest))
+        _put(values, key, in_list, with_empty(_get(values, key, in_list), rest))
         return values
     if not in_list and (found is None or isinstance(found, dict)):
         mapping: dict[object, object] = {} if found is None else copy.copy(found)
-        mapping[key] = _with_empty(mapping.get(key), rest)
+        mapping[key] = with_empty(mapping.get(key), rest)
         return mapping
     return found
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim.lr_scheduler import MultiStepLR
@@ -129,6 +130,55 @@ def test_a_state_is_left_as_it_is_where_a_list_in_it_does_not_fit(save_dir: str)
             checkpointer.load_state({"own": holder})
         assert holder.state == {"x": [7], "y": [{"a": 5}], "n": 0}
         assert holder.state["x"] is own
+
+
+class Remembering(nn.Module):
+    """A module with an extra state, and its optimizer with values and a field of their own."""
+
+    def __init__(self, memory: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.memory = memory
+        self.optimizer = torch.optim.SGD([self.weight], lr=1.0)
+
+    def get_extra_state(self) -> Any:
+        return self.memory
+
+    def set_extra_state(self, state: Any) -> None:
+        self.memory = state
+
+    def note(self, value: object) -> None:
+        self.optimizer.state[self.weight] = {"m": torch.ones(2), "note": value}
+        self.optimizer.param_groups[0]["note"] = value
+
+
+@pytest.mark.parametrize("value", [*LISTS_WITH_NOTHING, {"e": {}, "n": 1}, {1: {}, 2: [1]}, [torch.ones(1), {}]])
+@pytest.mark.parametrize("knows", [True, False])
+def test_nothing_in_a_list_of_a_module_or_an_optimizer_comes_back(save_dir: str, value: Any, knows: bool) -> None:
+    model = Remembering(copy.deepcopy(value))
+    model.note(copy.deepcopy(value))
+    fresh = Remembering(copy.deepcopy(value) if knows else None)
+    if knows:
+        fresh.note(copy.deepcopy(value))
+    else:
+        fresh.optimizer.param_groups[0]["note"] = None
+    with checkpointer_at(save_dir) as checkpointer:
+        checkpointer.save(model, model.optimizer, iteration=1)
+        assert checkpointer.load(fresh, fresh.optimizer) == 1
+    plain = {"v": copy.deepcopy(value)}
+    for found in (
+        fresh.memory,
+        fresh.optimizer.state[fresh.weight]["note"],
+        fresh.optimizer.param_groups[0]["note"],
+    ):
+        assert plain_shape({"v": found}) == plain_shape(plain)
+
+
+def plain_shape(value: object) -> object:
+    """As `shape_of`, mappings of any kind alike."""
+    if isinstance(value, dict):
+        return sorted(((repr(key), plain_shape(each)) for key, each in value.items()), key=str)
+    return [plain_shape(each) for each in value] if isinstance(value, list) else shape_of(value)
 
 
 FACTORIES = (int, float, complex, str, bool, bytes, list, dict, set, frozenset, tuple, OrderedDict, Counter, deque)
