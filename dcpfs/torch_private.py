@@ -10,6 +10,7 @@ the newest supported torch. Whatever is missing in a release is bridged here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import IO, cast
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 from torch.distributed.checkpoint.utils import find_state_dict_object, find_tensor_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
@@ -37,10 +39,12 @@ __all__ = [
     "StorageInfo",
     "StreamTransformExtension",
     "create_write_items",
+    "describe_sharding_fault",
     "find_shard",
     "flatten_sharded_tensors",
     "global_shape",
     "has_flat_parameters",
+    "has_own_parts",
     "has_shards",
     "is_on_meta",
     "is_wrapper",
@@ -163,6 +167,52 @@ def local_shards(fqn: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ..
 def local_part(tensor: DTensor) -> torch.Tensor:
     """A DTensor's local tensor itself, where ``to_local`` makes a view of it, with its place in autograd's graph."""
     return settle(tensor._local_tensor)
+
+
+def has_own_parts(tensor: DTensor) -> bool:
+    """True when a DTensor's local tensor says itself which boxes of the whole it is made of (those of torchrec do)."""
+    return hasattr(tensor._local_tensor, "__create_write_items__")
+
+
+def describe_sharding_fault(tensor: torch.Tensor) -> str | None:
+    """Why what this rank holds of a tensor is no box of the whole, as a part of a sentence; None: it is one.
+
+    torch itself takes a rank's rows for those that follow its first one, wherever they are.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    placements = tensor.placements
+    if any(each.is_partial() for each in placements):
+        return "a DTensor of partial sums, which are no values of their own; redistribute it first"
+    strided = {each.dim for each in placements if isinstance(each, _StridedShard)}
+    coordinate = tensor.device_mesh.get_coordinate()
+    if not strided or coordinate is None:
+        return None
+    shape, places = tuple(tensor.device_mesh.shape), tuple(coordinate)
+    if all(_is_one_run(tensor.shape[dim], dim, placements, shape, places) for dim in strided):
+        return None
+    return "a DTensor of which this rank holds rows that lie apart in the whole; redistribute it first"
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_one_run(
+    rows: int, dim: int, placements: tuple[Placement, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...]
+) -> bool:
+    """Whether the indices of one dimension that a rank holds follow each other."""
+    held = torch.arange(rows, device="cpu")
+    for placement, ranks, place in zip(placements, mesh, coordinate, strict=True):
+        if isinstance(placement, _StridedShard) and placement.dim == dim:
+            count = int(placement.split_factor)
+            held = torch.cat([_share(_share(held, count, block), ranks, place) for block in range(count)])
+        elif placement.is_shard(dim):
+            held = _share(held, ranks, place)
+    return len(held) < 2 or int(held[-1] - held[0]) == len(held) - 1
+
+
+def _share(held: torch.Tensor, count: int, place: int) -> torch.Tensor:
+    """One of ``count`` pieces, as torch cuts them: the last ones are shorter, or empty."""
+    size = -(-len(held) // count)
+    return held[place * size : (place + 1) * size]
 
 
 def sharding_of(tensor: DTensor) -> Hashable:

@@ -23,6 +23,7 @@ import torch
 from dcpfs import torch_private
 from dcpfs.config import CastPolicy
 from dcpfs.dcp.casting import allows_cast
+from dcpfs.dcp.coverage import find_fault
 from dcpfs.dcp.host_memory import is_resident
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.read_plan import intersect_boxes
@@ -45,7 +46,7 @@ __all__ = [
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _SHOWN = 10
-OVERLAPPING = "an expanded tensor, elements of which share memory, so it can't be loaded into; clone() it"
+OVERLAPPING = "an expanded tensor or overlapping windows: elements share memory, so it can't be loaded into; clone() it"
 _REMEDY = "correct the state, or load with strict=False to take what fits and get a report of the rest"
 
 
@@ -116,9 +117,11 @@ def match_state(
         if difference is not None:
             match.mismatched[key] = difference
             continue
+        difference = _add_wants(key, leaf, record, wants) if isinstance(leaf, torch.Tensor) else None
+        if difference is not None:
+            match.mismatched[key] = difference
+            continue
         loaded.append(key)
-        if isinstance(leaf, torch.Tensor):
-            _add_wants(key, leaf, record, wants)
     if len(loaded) + sum(key in records for key in match.mismatched) < len(records):
         match.unexpected = [key for key in records if key not in leaves]
     return match
@@ -159,7 +162,7 @@ def describe_mismatch(leaf: object, dtype: torch.dtype, shape: tuple[int, ...], 
     if leaf.dtype is not dtype and not allows_cast(allow_cast, dtype, leaf.dtype):
         return f"{leaf.dtype} in the state, {dtype} in the checkpoint"
     if type(leaf) not in _PLAIN and torch_private.has_shards(leaf):
-        return None
+        return torch_private.describe_sharding_fault(leaf)
     if type(leaf) not in _PLAIN and torch_private.is_wrapper(leaf):
         return f"{_article(type(leaf).__name__)}, a tensor subclass that can't be loaded into in place"
     if overlaps_itself(leaf):
@@ -168,12 +171,22 @@ def describe_mismatch(leaf: object, dtype: torch.dtype, shape: tuple[int, ...], 
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """True for an expanded tensor: some of its elements are the same memory."""
-    strides = tensor.stride()
-    if 0 not in strides:
+    """True for a tensor of which some elements are the same memory: expanded ones, and windows that overlap."""
+    if tensor.is_contiguous() or tensor.numel() < 2:
         return False
-    sizes = tensor.shape
-    return 0 not in sizes and any(stride == 0 and size > 1 for stride, size in zip(strides, sizes, strict=True))
+    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    reach = 0
+    apart = True
+    for stride, size in dims:
+        apart = apart and stride > reach
+        reach += stride * (size - 1)
+    if apart or dims[0][0] == 0:
+        return not apart
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for stride, size in dims:
+        places = (places.unsqueeze(-1) + torch.arange(size, device="cpu") * stride).reshape(-1)
+    ordered = places.sort().values
+    return bool((ordered[1:] == ordered[:-1]).any())
 
 
 def _article(name: str) -> str:
@@ -189,16 +202,27 @@ def local_boxes(key: str, tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...
         yield offsets, sizes, torch_private.settle(shard)
 
 
-def _add_wants(key: str, leaf: torch.Tensor, record: TensorRecord, wants: list[TensorWant]) -> None:
+def _add_wants(key: str, leaf: torch.Tensor, record: TensorRecord, wants: list[TensorWant]) -> str | None:
+    """Want the boxes of a tensor that this rank holds; or why its memory can't take them, as a part of a sentence."""
     shape, chunks = record.shape, record.chunks
     if len(chunks) == 1 and type(leaf) in _PLAIN and torch_private.global_shape(leaf) is None:
         chunk = chunks[0]
         if chunk.sizes == shape and tuple(leaf.shape) == shape:
             target = leaf.detach() if leaf.requires_grad else leaf
             wants.append(TensorWant(key, record.dtype, shape, chunk.location, chunk.offsets, shape, target))
-            return
-    for offsets, sizes, target in local_boxes(key, leaf):
+            return None
+    boxes = list(local_boxes(key, leaf))
+    for _, sizes, target in boxes:
+        if target.shape != sizes:
+            return (
+                f"a part of shape {tuple(target.shape)} on this rank, to which its placements give {sizes}; pass shape "
+                "and stride of the whole to DTensor.from_local"
+            )
+        if overlaps_itself(target):
+            return OVERLAPPING
+    for offsets, sizes, target in boxes:
         wants.extend(wants_of_box(key, record, offsets, sizes, target.detach()))
+    return None
 
 
 def wants_of_box(
@@ -212,18 +236,27 @@ def wants_of_box(
     missing = math.prod(sizes)
     if missing == 0:
         return
+    parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for chunk in _near_chunks(record.chunks, offsets, sizes):
         shared = intersect_boxes(chunk.offsets, chunk.sizes, offsets, sizes)
         if shared is None:
             continue
         in_chunk, in_box, lengths = shared
         missing -= math.prod(lengths)
+        parts.append((in_box, lengths))
         part = target
         if lengths != sizes:
             part = target[tuple(slice(o, o + n) for o, n in zip(in_box, lengths, strict=True))]
         yield TensorWant(key, record.dtype, chunk.sizes, chunk.location, in_chunk, lengths, part)
-    if missing:
+    if missing > 0:
         raise no_data_error(key, missing)
+    fault = find_fault(sizes, parts, complete=True) if len(parts) > 1 else None
+    if fault is not None:
+        raise CorruptCheckpointError(
+            f"the checkpoint's metadata contradicts itself about key {key!r}: {fault}; it is damaged, or it joins "
+            "saves that don't belong together",
+            key=key,
+        )
 
 
 def no_data_error(key: str, elements: int) -> CorruptCheckpointError:

@@ -57,7 +57,7 @@ from dcpfs.errors import ReplicaMismatchError, UnsupportedValueError
 from dcpfs.format.checksum import crc32
 from dcpfs.format.collector import paused_collector
 from dcpfs.format.entries import encode_object
-from dcpfs.torch_private import find_shard, flatten_sharded_tensors, settle
+from dcpfs.torch_private import find_shard, flatten_sharded_tensors, has_own_parts, settle
 
 __all__ = ["DifferingValues", "PlannerData", "SavePlanner"]
 
@@ -93,6 +93,21 @@ class PlannerData:
     structure: Structure
     digests: dict[str, int]
     compares_replicas: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decided:
+    """What the coordinator has planned for all.
+
+    Attributes:
+        merged: What each rank brought.
+        plans: What each rank gets.
+        metadata: The table of contents.
+    """
+
+    merged: list[SavePlan]
+    plans: list[SavePlan]
+    metadata: Metadata
 
 
 class SavePlanner(TorchSavePlanner):
@@ -131,6 +146,7 @@ class SavePlanner(TorchSavePlanner):
         self._objects: dict[str, bytes] = {}
         self._structure = Structure({})
         self._pending: SavePlan | None = None
+        self._decided: _Decided | None = None
 
     # --- DCP's protocol
 
@@ -155,6 +171,7 @@ class SavePlanner(TorchSavePlanner):
         self._plain = {}
         self._objects = {}
         self._scalars = {}
+        self._pending = self._decided = None
 
     def create_local_plan(self) -> SavePlan:
         """This rank's items. All ranks.
@@ -201,9 +218,8 @@ class SavePlanner(TorchSavePlanner):
             merged = [mine if mine.usable else old for old, mine in zip(known, all_plans, strict=True)]
         plans, metadata = self._plan_globally(merged)
         before = kind._cached_global_plan.get(_CACHE_KEY, [])
-        kind._cached_all_plans[_CACHE_KEY] = merged
-        kind._cached_global_plan[_CACHE_KEY] = plans
-        kind._cached_metadata[_CACHE_KEY] = metadata
+        # Remembered in `finish_plan`: until then this save can still fail, and ranks go on with what they had before.
+        self._decided = _Decided(merged, plans, metadata)
         if len(before) != len(plans):
             return plans, metadata
         changes = [
@@ -223,6 +239,11 @@ class SavePlanner(TorchSavePlanner):
         if self._pending is not None:
             TorchSavePlanner._cached_save_plan[_CACHE_KEY] = self._pending
             self._pending = None
+        if self._decided is not None:
+            TorchSavePlanner._cached_all_plans[_CACHE_KEY] = self._decided.merged
+            TorchSavePlanner._cached_global_plan[_CACHE_KEY] = self._decided.plans
+            TorchSavePlanner._cached_metadata[_CACHE_KEY] = self._decided.metadata
+            self._decided = None
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -280,7 +301,7 @@ class SavePlanner(TorchSavePlanner):
                     digest = _tensor_digest(value)
                     if digest is not None:
                         digests[fqn] = digest
-            elif type(value) is DTensor:
+            elif type(value) is DTensor and not has_own_parts(value):
                 part = shards.plan(fqn, value)
                 if part is not None:
                     items.append(part[0])
@@ -391,15 +412,17 @@ def _size_bytes(item: WriteItem) -> int:
 def _list_stored(plans: Sequence[SavePlan]) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
     """The checkpoint's table of contents, keys in the order of the ranks' states."""
     stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    seen: set[MetadataIndex] = set()
+    seen: dict[MetadataIndex, tuple[int, TensorWriteData | None]] = {}
     alone = len(plans) == 1
-    for plan in plans:
+    for rank, plan in enumerate(plans):
         for item in plan.items:
             index, data = item.index, item.tensor_data
             if not alone:
-                if index in seen:
+                known_item = seen.get(index)
+                if known_item is not None:
+                    _require_same_box(index, *known_item, rank, data)
                     continue
-                seen.add(index)
+                seen[index] = (rank, data)
             if data is None:
                 stored[index.fqn] = BytesStorageMetadata()
                 continue
@@ -409,6 +432,19 @@ def _list_stored(plans: Sequence[SavePlan]) -> dict[str, TensorStorageMetadata |
             else:
                 stored[index.fqn] = TensorStorageMetadata(data.properties, data.size, [data.chunk])
     return stored
+
+
+def _require_same_box(
+    index: MetadataIndex, first_rank: int, first: TensorWriteData | None, rank: int, data: TensorWriteData | None
+) -> None:
+    """Return when two ranks hold the same part. One entry is written for both, by either of them."""
+    if first is None or data is None or first.chunk.sizes == data.chunk.sizes:
+        return
+    raise ReplicaMismatchError(
+        f"can't save {index.fqn!r}: at {tuple(data.chunk.offsets)} rank {first_rank} holds a part of shape "
+        f"{tuple(first.chunk.sizes)} and rank {rank} one of {tuple(data.chunk.sizes)}; shard it alike on all ranks, or "
+        "save it from one of the meshes only"
+    )
 
 
 def _with_hints(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from dcpfs.dcp.exactness import check_storable_tensor
 from dcpfs.errors import UnsupportedValueError
-from dcpfs.torch_private import create_write_items, find_shard, local_part, settle, sharding_of
+from dcpfs.torch_private import create_write_items, describe_sharding_fault, find_shard, local_part, settle, sharding_of
 
 __all__ = ["ShardItems", "plan_shards"]
 
@@ -75,10 +75,16 @@ def plan_shards(state: dict[str, object], fqn: str, value: torch.Tensor) -> list
     """
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         return []  # this rank is not part of its mesh
+    fault = describe_sharding_fault(value)
+    if fault is not None:
+        raise UnsupportedValueError(f"can't save {fqn!r}: it is {fault}")
     try:
         items = create_write_items(fqn, value)
     except (RuntimeError, ValueError, TypeError) as error:  # e.g. a DTensor with partial sums
         raise UnsupportedValueError(f"can't save {fqn!r}: {error}") from error
+    boxes = {(item.index.offset, None if item.tensor_data is None else item.tensor_data.chunk.sizes) for item in items}
+    if len({offset for offset, _ in boxes}) != len(boxes):
+        raise UnsupportedValueError(f"can't save {fqn!r}: two parts of it on this rank begin at one place")
     for item in items:
         if item.type is not WriteItemType.BYTE_IO:
             shard = find_shard(state, item.index)

@@ -118,3 +118,32 @@ def test_an_expanded_target_is_a_mismatch_and_no_failure_amid_the_copies() -> No
     match = match_state(state, index)
     assert set(match.mismatched) == {"a"}
     assert "clone()" in match.mismatched["a"]
+
+
+def test_windows_that_overlap_are_a_mismatch_and_others_are_not() -> None:
+    """The value that arrives last would win in the elements that two of them share."""
+    memory = torch.zeros(64)
+    targets = {
+        "diagonals": (memory.as_strided((3, 3), (1, 1)), True),
+        "windows": (memory[:4].unfold(0, 2, 1), True),
+        "windows apart": (memory[:6].unfold(0, 2, 2), False),
+        "crossed, and apart": (memory.as_strided((3, 2), (2, 3)), False),
+        "crossed": (memory.as_strided((4, 2), (2, 6)), True),
+        "columns": (memory.reshape(8, 8)[:, 2:5], False),
+        "steps": (memory[::3], False),
+        "transposed": (memory.reshape(4, 16).t(), False),
+        "one element twice": (memory[:1].expand(2), True),
+        "one element": (memory[:1].expand(1, 1), False),
+        "nothing": (memory[:0].expand(3, 0), False),
+    }
+    index = _index(**{key: _tensor(tuple(target.shape)) for key, (target, _) in targets.items()})
+    match = match_state({key: target for key, (target, _) in targets.items()}, index)
+    assert set(match.mismatched) == {key for key, (_, overlaps) in targets.items() if overlaps}
+
+
+def test_chunks_that_overlap_and_leave_a_gap_are_damage() -> None:
+    """Their elements are as many as those of the tensor: what nobody wrote would stay as it was."""
+    record = TensorRecord(torch.float32, (8,), tuple(ChunkRecord((start,), (4,), _PLACE) for start in (0, 2)))
+    with pytest.raises(CorruptCheckpointError, match=r"contradicts itself about key 'w'.*overlap"):
+        match_state({"w": torch.zeros(8)}, _index(w=record))
+    assert len(match_state({"w": torch.zeros(8)}, _index(w=_tensor((8,), torch.float32, (0, 4), (4, 8)))).wants) == 2

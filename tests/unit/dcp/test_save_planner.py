@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner import SavePlanner as TorchSavePlanner
 
 import dcpfs
@@ -153,3 +158,46 @@ def test_the_collector_is_paused_and_comes_back() -> None:
     leave.set()
     thread.join()
     assert gc.isenabled()
+
+
+@pytest.mark.usefixtures("_clean_cache")
+@pytest.mark.parametrize("reuse", [False, True], ids=["a planner for each save", "one planner for all"])
+@pytest.mark.parametrize("planned", [False, True], ids=["before the global plan", "after the global plan"])
+def test_case_74_a_save_that_failed_leaves_no_plan_to_the_next(reuse: bool, planned: bool) -> None:
+    """Else the next one, of the structure before, is published with its metadata, or written by another plan."""
+    one = dcpfs.SavePlanner(enable_plan_caching=True)
+
+    def save(state: dict[str, Any]) -> tuple[list[str], Any]:
+        planner = one if reuse else dcpfs.SavePlanner(enable_plan_caching=True)
+        (change,), metadata = planner.create_global_plan([_plan(planner, state)])
+        final = planner.finish_plan(change)
+        return [item.index.fqn for item in final.items], metadata
+
+    def fail(state: dict[str, Any]) -> None:
+        planner = one if reuse else dcpfs.SavePlanner(enable_plan_caching=True)
+        plan = _plan(planner, state)
+        if planned:
+            planner.create_global_plan([plan])
+
+    few, many = {"w": torch.ones(2)}, {"w": torch.ones(2, dtype=torch.bfloat16), "x": torch.ones(1)}
+    for state, other in [(few, many), (few, many), (many, few), (few, many)]:
+        keys, metadata = save(state)
+        assert keys == list(state) == list(metadata.state_dict_metadata)
+        assert metadata.state_dict_metadata["w"].properties.dtype is state["w"].dtype
+        fail(other)
+
+
+def test_case_8_parts_at_one_place_have_one_size() -> None:
+    def plan(rows: int) -> SavePlan:
+        data = TensorWriteData(
+            ChunkStorageMetadata(torch.Size([0]), torch.Size([rows])),
+            TensorProperties(torch.float32),
+            torch.Size([2]),
+        )
+        return SavePlan([WriteItem(MetadataIndex("w", torch.Size([0])), WriteItemType.SHARD, tensor_data=data)])
+
+    for sizes in ((2, 1), (2, 0)):
+        with pytest.raises(
+            ReplicaMismatchError, match=r"'w': at \(0,\) rank 0 holds a part of shape \(2,\) and rank 1"
+        ):
+            dcpfs.SavePlanner().create_global_plan([plan(rows) for rows in sizes])
