@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 import numbers
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -245,6 +246,11 @@ def merge_structures(structures: Sequence[Structure]) -> Structure:
         for where, note in structure.containers.items():
             known = containers.get(where)
             containers[where] = note if known is None or known == note else _merge(where, known, note)
+    typed = {where: note for where, note in containers.items() if note.int_keys or note.keys}
+    for structure in structures:
+        other = {where: note for where, note in typed.items() if not _has_types(structure.containers.get(where), note)}
+        if other:
+            _require_same_types(structure, other)
     return Structure(paths, containers)
 
 
@@ -503,6 +509,36 @@ def _merge(where: KeyPath, first: Container, second: Container) -> Container:
     return Container(first.kind, first.int_keys, keys, order, first.empty and second.empty, first.factory)
 
 
+def _has_types(own: Container | None, merged: Container) -> bool:
+    """A rank types its keys as all ranks together do: nothing needs a look."""
+    return own is not None and own.int_keys == merged.int_keys and own.keys == merged.keys
+
+
+def _require_same_types(structure: Structure, typed: Mapping[KeyPath, Container]) -> None:
+    """Return when no key of a rank that is text would come back as something else, since it is that on another rank.
+
+    Args:
+        structure: Of the rank.
+        typed: Path of a mapping to the note of all ranks.
+
+    Raises:
+        ReplicaMismatchError: One would.
+    """
+    depths = {len(where) for where in typed}
+    for path in structure.paths.values():
+        for depth in depths:
+            note = typed.get(path[:depth]) if depth < len(path) else None
+            if note is None:
+                continue
+            own, text = structure.containers.get(path[:depth]), path[depth]
+            is_text = own is None or not (own.int_keys or text in own.keys)
+            if is_text and (note.int_keys or text in note.keys):
+                raise ReplicaMismatchError(
+                    f"ranks disagree about the mapping at {path[:depth]}: the key {text!r} is text on one rank, and "
+                    "others have keys there that are not; use keys of one type, or mappings of different names"
+                )
+
+
 def _container_to_json(container: Container) -> dict[str, object]:
     value: dict[str, object] = {"kind": container.kind.value}
     if container.int_keys:
@@ -548,6 +584,8 @@ def _key_to_json(key: object) -> object:
         return {"tuple": [_key_to_json(part) for part in key]}
     if isinstance(key, bytes):
         return {"bytes": key.hex()}
+    if isinstance(key, float) and not math.isfinite(key):
+        return {"float": repr(key)}  # JSON has no such numbers
     return key
 
 
@@ -555,5 +593,7 @@ def _key_from_json(value: object) -> object:
     if isinstance(value, dict):
         if "bytes" in value:
             return bytes.fromhex(value["bytes"])
+        if "float" in value:
+            return float(value["float"])
         return tuple(_key_from_json(part) for part in value["tuple"])
     return value

@@ -23,10 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from dcpfs.config import RetryConfig, TransferConfig, Trust
 from dcpfs.dcp.save_planner import SavePlanner
+from dcpfs.dcp.stateful import is_stateful
 from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import ConfigError, DcpfsError
 from dcpfs.ranks import Ranks, warn_if_not_joined
@@ -136,20 +135,11 @@ def _plan_locally(
 ) -> SavePlan:
     if not isinstance(state_dict, Mapping):
         raise ConfigError(f"can't save a {type(state_dict).__name__}: the state must be a mapping of keys to values")
-    state = {key: _state_of(value) for key, value in state_dict.items()}
+    state = {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
     meta = writer.storage_meta()
     planner.set_up_planner(state, storage_meta=meta, is_coordinator=ranks.is_coordinator)
     writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
     return writer.prepare_local_plan(planner.create_local_plan())
-
-
-def _state_of(value: object) -> object:
-    if isinstance(value, (torch.Tensor, Mapping)):
-        return value
-    ask = getattr(value, "state_dict", None)
-    if callable(ask) and callable(getattr(value, "load_state_dict", None)):
-        return ask()
-    return value
 
 
 def _check_urls(urls: Sequence[str]) -> None:

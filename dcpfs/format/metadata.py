@@ -215,9 +215,9 @@ def merge_indexes(indexes: Sequence[CheckpointIndex], *, url: str = "the checkpo
         CorruptCheckpointError: They disagree about the kind, dtype or shape of a key.
     """
     merged = CheckpointIndex({}, written_by_dcpfs=bool(indexes) and all(index.written_by_dcpfs for index in indexes))
+    merged.structure = _join_notes([index.structure for index in indexes if index.structure is not None])
     for index in indexes:
         merged.paths = {**index.paths, **merged.paths}
-        merged.structure = merged.structure if merged.structure is not None else index.structure
         merged.save_id = merged.save_id if merged.save_id is not None else index.save_id
         for key, record in index.records.items():
             known = merged.records.setdefault(key, record)
@@ -235,6 +235,26 @@ def merge_indexes(indexes: Sequence[CheckpointIndex], *, url: str = "the checkpo
             if isinstance(known, TensorRecord) and isinstance(record, TensorRecord):
                 merged.records[key] = known._replace(chunks=_distinct((*known.chunks, *record.chunks)))
     return merged
+
+
+def _join_notes(structures: Sequence[Any]) -> object:
+    """What ranks note of their containers. Of several notes of one mapping the first that has keys counts.
+
+    Notes of another shape are damage, which shows where they are read: the first ones stay as they are.
+    """
+    joined: dict[str, list[Any]] = {}
+    for structure in structures if len(structures) > 1 else ():
+        notes = structure.get("containers") if type(structure) is dict else None
+        for pair in notes if type(notes) is list else (None,):
+            if type(pair) is not list or len(pair) != 2 or type(pair[1]) is not dict:
+                return structures[0]
+            path, note = pair
+            known = joined.setdefault(json.dumps(path), [path, note])
+            if known[1].get("empty") and not note.get("empty"):
+                known[1] = note
+    if joined:
+        return {"containers": list(joined.values())}
+    return structures[0] if structures else None
 
 
 def check_coverage(index: CheckpointIndex, *, url: str = "the checkpoint") -> None:

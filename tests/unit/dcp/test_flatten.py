@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -219,3 +220,44 @@ def test_negative_positions_are_damage() -> None:
     structure = Structure({"a.-1.x": ("a", -1, "x"), "a.0": ("a", 0)})
     with pytest.raises(CorruptCheckpointError, match="contradict"):
         unflatten({"a.-1.x": 1, "a.0": 2}, structure)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"m": {1: 1}}, {"m": {"2": 1}}),
+        ({"m": {1: 1}}, {"m": {"x": 1}}),
+        ({"m": {1: 1}}, {"m": OrderedDict({"2": 1})}),
+        ({"m": {None: 1, "b": 2}}, {"m": {"None": 1}}),
+        ({"m": {None: 1, "b": 2}}, {"m": {"None": 1, 2.5: 1}}),
+        ({"l": [{1: 1}]}, {"l": [{"1": 1}]}),
+        ({1: 1}, {"2": 1}),
+    ],
+    ids=repr,
+)
+def test_text_keys_never_get_the_type_of_another_ranks_keys(one: dict[str, object], other: dict[str, object]) -> None:
+    for ranks in ((one, other), (other, one), (one, other, {"z": 1})):
+        with pytest.raises(ReplicaMismatchError, match="ranks disagree about the mapping"):
+            merge_structures([flatten(each)[1] for each in ranks])
+
+
+def test_ranks_with_other_keys_of_the_same_types_merge() -> None:
+    states: list[dict[str, object]] = [{"m": {None: 1, "b": 2}}, {"m": {"b": 2, 2.5: 3}}, {"m": {}}, {"z": {"None": 1}}]
+    leaves: dict[str, object] = {}
+    structures = []
+    for state in states:
+        own, structure = flatten(state)
+        leaves |= own
+        structures.append(structure)
+    rebuilt = unflatten(leaves, merge_structures(structures))
+    assert rebuilt == {"m": {None: 1, "b": 2, 2.5: 3}, "z": {"None": 1}}
+
+
+def test_numbers_that_json_does_not_have_are_keys_like_others() -> None:
+    leaves, structure = flatten({"m": {math.inf: 1, -math.inf: 2, (math.inf, "x"): 3}})
+    text = json.dumps(structure.to_json(), allow_nan=False)
+    rebuilt = unflatten(leaves, Structure.from_json(json.loads(text), structure.paths))
+    assert rebuilt == {"m": {math.inf: 1, -math.inf: 2, (math.inf, "x"): 3}}
+    leaves, structure = flatten({"m": {math.nan: 1}})
+    rebuilt = unflatten(leaves, Structure.from_json(structure.to_json(), structure.paths))
+    assert repr(rebuilt) == "{'m': {nan: 1}}"

@@ -637,3 +637,28 @@ def test_the_collector_is_paused_and_comes_back() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_notes_of_all_ranks_are_joined() -> None:
+    notes = [
+        {"containers": [[["m"], {"kind": "dict", "empty": True}], [["e"], {"kind": "dict", "empty": True}]]},
+        None,
+        {"containers": [[["m"], {"kind": "dict", "keys": "int"}], [["o"], {"kind": "OrderedDict"}]]},
+        {"containers": [[["m"], {"kind": "dict", "empty": True}]]},
+    ]
+    merged = merge_indexes([CheckpointIndex({}, structure=each) for each in notes], url="memory://run")
+    assert merged.structure == {
+        "containers": [
+            [["m"], {"kind": "dict", "keys": "int"}],
+            [["e"], {"kind": "dict", "empty": True}],
+            [["o"], {"kind": "OrderedDict"}],
+        ]
+    }
+    assert notes[0] == {
+        "containers": [[["m"], {"kind": "dict", "empty": True}], [["e"], {"kind": "dict", "empty": True}]]
+    }
+    odd: list[object] = [{"containers": 5}, {"containers": [[1]]}, [], {"containers": [[["a"], 5]]}]
+    for other in odd:
+        for structures in ([notes[0], other], [other, notes[0]]):
+            merged = merge_indexes([CheckpointIndex({}, structure=each) for each in structures], url="memory://run")
+            assert merged.structure == structures[0]
