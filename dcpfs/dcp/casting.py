@@ -39,7 +39,7 @@ def _is_widening(stored: torch.dtype, wanted: torch.dtype) -> bool:
     if wanted is torch.bool or (stored.is_complex and not wanted.is_complex):
         return False
     if stored is torch.bool:
-        return True
+        return wanted.is_floating_point or wanted.is_complex or _is_integer(wanted)
     stored, wanted = _real(stored), _real(wanted)
     if stored is wanted:
         return True
@@ -54,6 +54,8 @@ def _is_widening(stored: torch.dtype, wanted: torch.dtype) -> bool:
         return False
     if not (stored.is_floating_point and wanted.is_floating_point) or stored in _NEVER_TARGETS:
         return False
+    if wanted.itemsize <= stored.itemsize:
+        return False  # no float of as many bits has all values of another, whatever torch says of its limits
     narrow, wide = torch.finfo(stored), torch.finfo(wanted)
     least_narrow, least_wide = narrow.smallest_normal * narrow.eps, wide.smallest_normal * wide.eps
     return wide.eps <= narrow.eps and wide.max >= narrow.max and least_wide <= least_narrow

@@ -54,3 +54,17 @@ def test_widening_keeps_every_value() -> None:
         for wanted in targets:
             if wanted is not stored and allows_cast(CastPolicy.WIDEN, stored, wanted):
                 assert torch.equal(values.to(wanted).to(torch.float64), values.to(torch.float64)), (stored, wanted)
+
+
+def test_case_3_no_float_is_widened_to_one_of_as_many_bits() -> None:
+    """torch gives limits of float8_e5m2fnuz by which it would be as fine as others; it has no infinity and no -0."""
+    floats = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz]
+    for stored in floats:
+        assert not any(allows_cast(CastPolicy.WIDEN, stored, wanted) for wanted in floats if wanted is not stored)
+
+
+def test_truth_values_are_cast_to_numbers_alone() -> None:
+    for wanted in (torch.bits8, torch.bits16, torch.qint8, torch.quint4x2):
+        assert not any(allows_cast(policy, torch.bool, wanted) for policy in CastPolicy), wanted
+    for wanted in (torch.uint8, torch.uint64, torch.float8_e4m3fn, torch.complex64):
+        assert allows_cast(CastPolicy.WIDEN, torch.bool, wanted), wanted
