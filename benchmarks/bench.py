@@ -139,7 +139,7 @@ def bench(asked: BenchOrder, console: Console) -> bool:
         RunProgress(sum(units(stage.plan) for stage in stages), console) as progress,
     ):
         results = carry_out(stages, stream, progress, check=_probe)
-    publish(manifest, results, {stage.where: baseline_of(stage) for stage in stages}, asked.outputs)
+    publish(manifest, results, {stage.where: baseline_of(stage.scheme) for stage in stages}, asked.outputs)
     return not any(isinstance(result, Missing) and result.kind == "failed" for result in results)
 
 

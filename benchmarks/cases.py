@@ -138,7 +138,7 @@ def _checkpoint(world: int) -> Case:
 
 
 def _discover(steps: int) -> Case:
-    question = f"How long does a start look for the step to resume from, among {steps}?"
+    question = f"How long does a start look for the step to resume from, among {steps}? A start is a first round."
     return Case("", question, Operation.DISCOVER, steps=steps)
 
 
@@ -159,8 +159,13 @@ CASES = {
     case.name: case
     for case in (
         Case("save", "What does it cost to save a model with its optimizer?", Operation.SAVE),
-        Case("load", "What does it cost to load it?", Operation.LOAD),
-        Case("load-cold", "And in a process that has only just begun?", Operation.LOAD, client=Client.FRESH),
+        Case("load", "What does it cost to load it, in a process that has loaded it before?", Operation.LOAD),
+        Case(
+            "load-cold",
+            "And in a process that has only just begun, local files asked out of the page cache?",
+            Operation.LOAD,
+            client=Client.FRESH,
+        ),
         replace(_save(2), name="save-2"),
         replace(_load(2), name="load-2"),
         replace(_reshard(2), name="reshard"),

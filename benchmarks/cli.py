@@ -1,4 +1,4 @@
-"""The command line: ``python -m benchmarks [CASE]...`` runs cases; ``compare``, ``plot`` and ``tune`` do the rest.
+"""The command line: ``python -m benchmarks [CASE]...`` runs cases; ``compare``, ``plot``, ``table``, ``tune`` do more.
 
 Running is what is meant when the first word is no command, so cases stand right behind the module's name.
 """
@@ -26,6 +26,7 @@ from .execution import (
     RecordStream,
     Stage,
     baseline_of,
+    baselines_in,
     carry_out,
     check_contenders,
     ended_by_signals,
@@ -94,7 +95,10 @@ def run(
             f"number of tensors. [default: {ANCHOR_BYTES / 1e9}]"
         ),
     ] = None,
-    latency_ms: Annotated[float | None, typer.Option(min=0, help="Put before each answer of an HTTP server.")] = None,
+    latency_ms: Annotated[
+        list[float] | None,
+        typer.Option(min=0, help="Put before each answer of an HTTP server. Can be repeated, e.g. 0, 10 and 50."),
+    ] = None,
     mb_per_second_per_connection: Annotated[
         float | None, typer.Option(min=0, help="Rate that each connection to it is held to; 0: none.")
     ] = None,
@@ -115,22 +119,20 @@ def run(
 ) -> None:
     """Measure dcpfs against its peers and the floor of the machine.
 
-    Other commands: compare A.jsonl B.jsonl, plot A.jsonl, tune URL; each has its own --help.
+    Other commands: compare A.jsonl B.jsonl, plot A.jsonl, table A.jsonl, tune URL; each has its own --help.
     """
     plans_too = not cases or PLANNING in cases
     stalls_too = not cases or STALL in cases
     stored = [name for name in cases or [] if name not in (PLANNING, STALL)]
     sizes = [round(size * 1e9) for size in size_gb or [ANCHOR_BYTES / 1e9]]
-    link = _link(latency_ms, mb_per_second_per_connection)
+    links = _links(latency_ms, mb_per_second_per_connection)
     try:
         names = order(stored) if stored or not cases else ()
         options = parse_storage_options(storage_options)
         settings = setting or ([Setting.URL] if url else [Setting.FAST])
         if (Setting.URL in settings) != (url is not None):
             raise typer.BadParameter("--setting url and --url go together")
-        if link is not None and (
-            without := [each.value for each in settings if not (each.is_s3 or each is Setting.URL)]
-        ):
+        if any(links) and (without := [each.value for each in settings if not (each.is_s3 or each is Setting.URL)]):
             raise typer.BadParameter(f"there is no server to put a link in front of in {', '.join(without)}")
         for each in settings:
             check_contenders(only or (), contenders_for(each, url))
@@ -152,6 +154,7 @@ def run(
                 disk_directory=disk_directory,
             )
             for each in (settings if names else [])
+            for link in links
             for size_bytes in sizes
         ]
         check_outputs(json_path, Outputs(markdown_path, plots))
@@ -172,16 +175,21 @@ def run(
                 tensors=planning_tensors,
                 torch_ranks=planning_torch_ranks or _PLANNING_TORCH_RANKS,
                 tell=progress.tell,
+                repetitions=repetitions,
             ):
                 results.append(figure)
                 stream.write(figure)
         if stalls_too:
             for stall in measure_stall(
-                size_bytes=sizes[0], rounds=max(3, rounds), tell=progress.tell, timeout_seconds=timeout_seconds
+                size_bytes=sizes[0],
+                rounds=max(3, rounds),
+                tell=progress.tell,
+                repetitions=repetitions,
+                timeout_seconds=timeout_seconds,
             ):
                 results.append(stall)
                 stream.write(stall)
-    chosen = {stage.where: baseline or baseline_of(stage) for stage in stages}
+    chosen = {stage.where: baseline or baseline_of(stage.scheme) for stage in stages}
     publish(manifest, results, chosen, Outputs(markdown_path, plots))
     if any(isinstance(result, Missing) and result.kind == "failed" for result in results):
         raise typer.Exit(1)
@@ -247,6 +255,23 @@ def plot(
 
 
 @app.command()
+def table(
+    figures: Annotated[Path, typer.Argument(metavar="FIGURES.jsonl")],
+    baseline: Annotated[str | None, typer.Option(help="Contender that ratios are to.")] = None,
+    markdown_path: Annotated[Path | None, typer.Option("--markdown", help="Write the tables.")] = None,
+) -> None:
+    """Tell what was recorded as tables, of a run that was broken off as well."""
+    try:
+        recording = read(figures)
+        check_outputs(None, Outputs(markdown_path))
+    except (UnreadableRecordError, ConfigError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    chosen = {place: baseline or usual for place, usual in baselines_in(recording.manifest).items()}
+    publish(recording.manifest, [*recording.results, *recording.others], chosen, Outputs(markdown_path))
+
+
+@app.command()
 def tune(
     url: Annotated[str | None, typer.Argument(metavar="[URL]", help="Where; a setting of our own when none.")] = None,
     storage_options: Annotated[
@@ -273,10 +298,10 @@ def tune(
         raise typer.Exit(1) from None
 
 
-def _link(latency_ms: float | None, rate: float | None) -> Link | None:
-    if latency_ms is None and rate is None:
-        return None
-    return Link(latency_ms=latency_ms or 0.0, mb_per_second_per_connection=rate or 0.0)
+def _links(latencies_ms: Sequence[float] | None, rate: float | None) -> list[Link | None]:
+    if not latencies_ms and rate is None:
+        return [None]
+    return [Link(latency_ms=each, mb_per_second_per_connection=rate or 0.0) for each in latencies_ms or [0.0]]
 
 
 def _total(stages: Sequence[Stage]) -> int:

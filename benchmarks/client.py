@@ -29,6 +29,7 @@ from .cases import Case, Client, Operation, case_of, needed
 from .contenders import (
     Checkpointing,
     Contender,
+    Importing,
     Layout,
     LoadsParts,
     Remover,
@@ -45,7 +46,7 @@ from .measuring import Meter
 from .settings import Target
 from .sink_client import SinkConnection
 from .step_files import check_kept, write_steps
-from .training import build_training, check_training, poison_training
+from .training import Training, build_training, check_training, poison_training
 from .verification import check_loaded, check_saved
 from .workloads import State, TensorSpec, build, missing, poison, specs
 
@@ -68,6 +69,8 @@ def run(job: Job) -> Outcome:
         reason = _reason_to_be_absent(job, case, contender)
         if reason is not None:
             return Outcome(result=Absent(reason=reason))
+        if isinstance(contender, Importing):
+            contender.import_modules(job.target)
         world = case.save_world if job.prepare else case.world
         with _process_group(job, world) as mesh:
             return _run(job, case, contender, mesh)
@@ -211,15 +214,29 @@ def _checkpoint_rounds(job: Job, contender: Checkpointing, mesh: DeviceMesh | No
             figure = _timed(job, step)
             figures.append(figure.model_copy(update={"blocked_seconds": blocked[0]}))
             poison_training(training)
-            found = contender.load(training)
-            _refuse(None if found == iteration else f"step {found} instead of {iteration}", "loaded")
-            _refuse(check_training(training), "saved and loaded")
+            _check_step(contender, training, iteration)
+        _prove_release(contender, training, job.rounds + 1)
     finally:
         contender.close()
     _barrier()
     if job.rank == 0:
         remove(job.target)
     return _measured(tuple(figures), training.size_bytes)
+
+
+def _prove_release(contender: Checkpointing, training: Training, iteration: int) -> None:
+    """One more step, not timed: training does write its state as soon as it may, and the step is whole all the same."""
+    contender.save(training, iteration)
+    contender.release()
+    poison_training(training)
+    contender.finish()
+    _check_step(contender, training, iteration)
+
+
+def _check_step(contender: Checkpointing, training: Training, iteration: int) -> None:
+    found = contender.load(training)
+    _refuse(None if found == iteration else f"step {found} instead of {iteration}", "loaded")
+    _refuse(check_training(training), "saved and loaded")
 
 
 def _discovery_rounds(job: Job, case: Case, contender: Seeker) -> Outcome:

@@ -37,6 +37,7 @@ __all__ = [
     "RecordStream",
     "Stage",
     "baseline_of",
+    "baselines_in",
     "carry_out",
     "check_contenders",
     "ended_by_signals",
@@ -84,11 +85,7 @@ class Stage:
     @property
     def scheme(self) -> str:
         """Of its URL or setting."""
-        if self.url is not None:
-            return Location(self.url).scheme
-        if self.plan.setting.is_s3:
-            return "s3"
-        return "memory" if self.plan.setting is Setting.MEMORY else "file"
+        return self.plan.setting.scheme if self.url is None else Location(self.url).scheme
 
 
 class RecordStream:
@@ -160,8 +157,10 @@ def most_bytes_at_once(plan: Plan) -> int:
 
 def _case_bytes(name: str, plan: Plan) -> int:
     case = case_of(name)
-    if case.operation in (Operation.SAVE, Operation.CHECKPOINT):
+    if case.operation is Operation.SAVE:
         return _state_bytes(case, plan) * len(_taking_part(case, plan)) * plan.repetitions * plan.rounds
+    if case.operation is Operation.CHECKPOINT:
+        return _case_bytes_at_once(name, plan) * len(_taking_part(case, plan)) * plan.repetitions
     return _case_bytes_at_once(name, plan)
 
 
@@ -169,8 +168,10 @@ def _case_bytes_at_once(name: str, plan: Plan) -> int:
     case = case_of(name)
     if case.operation is Operation.LOAD:
         return _state_bytes(case, plan) * len(_taking_part(case, plan))
-    if case.operation in (Operation.SAVE, Operation.CHECKPOINT):
+    if case.operation is Operation.SAVE:
         return _state_bytes(case, plan)
+    if case.operation is Operation.CHECKPOINT:
+        return _state_bytes(case, plan) * (plan.rounds + 1)  # its steps stay, and one more proves them
     return _STEP_BYTES * case.steps * len(_taking_part(case, plan))
 
 
@@ -182,11 +183,22 @@ def _state_bytes(case: Case, plan: Plan) -> int:
     return sum(spec.size_bytes for spec in specs(case.workload, plan.size_bytes))
 
 
-def baseline_of(stage: Stage) -> str:
-    """The contender that is commonly used at such a place."""
-    if stage.scheme == "s3":
+def baseline_of(scheme: str) -> str:
+    """The contender that is commonly used at places of a scheme."""
+    if scheme == "s3":
         return "s3torchconnector"
-    return "torch-4" if stage.scheme == "file" else "torch-fsspec"
+    return "torch-4" if scheme == "file" else "torch-fsspec"
+
+
+def baselines_in(manifest: Manifest) -> dict[str, str]:
+    """The same for each place of a recorded run (`Entry.where`)."""
+    found: dict[str, str] = {}
+    for plan in manifest.plans:
+        link = {name: plan.conditions.get(name) for name in ("latency_ms", "mb_per_second_per_connection")}
+        told = {"case": "", "setting": plan.setting, "contender": "", "repetition": 0, "place": plan.place, **link}
+        entry = Entry.model_validate(told)
+        found[entry.where] = baseline_of(plan.scheme or entry.setting.scheme)
+    return found
 
 
 def carry_out(

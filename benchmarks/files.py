@@ -23,7 +23,16 @@ from dcpfs.storage.location import Location
 from .settings import BUCKET, PLACE_PREFIX, Setting, Target
 from .sink_client import SinkConnection
 
-__all__ = ["Files", "filesystem_of", "open_files", "open_for", "remove", "sync_file", "writable_filesystem_of"]
+__all__ = [
+    "Files",
+    "filesystem_of",
+    "import_filesystem",
+    "open_files",
+    "open_for",
+    "remove",
+    "sync_file",
+    "writable_filesystem_of",
+]
 
 _BLOCK_BYTES = 16 << 20
 _WRITERS = 16
@@ -163,6 +172,11 @@ def writable_filesystem_of(target: Target) -> tuple[fsspec.AbstractFileSystem, s
     if has_directories:
         filesystem.makedirs(path, exist_ok=True)
     return filesystem, path
+
+
+def import_filesystem(target: Target) -> None:
+    """Import what fsspec would import at the first use of a target's scheme."""
+    fsspec.get_filesystem_class(target.scheme)
 
 
 def open_for(target: Target, name: str, mode: Literal["rb", "wb"]) -> IO[bytes]:

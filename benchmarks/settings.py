@@ -60,9 +60,21 @@ class Setting(str, enum.Enum):
     """Whatever the user names, with the user's options."""
 
     @property
+    def told(self) -> str:
+        """What it is, for those who read figures and not this."""
+        return _TOLD[self]
+
+    @property
     def is_s3(self) -> bool:
         """True when the sink serves it."""
         return self in (Setting.FAST, Setting.S3LIKE)
+
+    @property
+    def scheme(self) -> str:
+        """Of URLs there; of the user's own URL nothing is known here."""
+        if self.is_s3:
+            return "s3"
+        return "memory" if self is Setting.MEMORY else "file"
 
     @property
     def latency_ms(self) -> float:
@@ -73,6 +85,16 @@ class Setting(str, enum.Enum):
     def mbps_per_connection(self) -> float:
         """Rate of one connection to the sink in MB/s; 0: unlimited. Unless a link says otherwise."""
         return 80.0 if self is Setting.S3LIKE else 0.0
+
+
+_TOLD = {
+    Setting.FAST: "an S3-like server in memory on loopback, without authentication or hashing",
+    Setting.S3LIKE: "the same kind of server with 20 ms before each answer and 80 MB/s a connection",
+    Setting.TMPFS: "local files in memory",
+    Setting.DISK: "local files on a device, synced when saved, in the page cache when loaded unless a case says cold",
+    Setting.MEMORY: "memory:// of fsspec, in the client's own process",
+    Setting.URL: "",
+}
 
 
 class Link(BaseModel):
@@ -133,11 +155,7 @@ class Target(BaseModel):
     @property
     def scheme(self) -> str:
         """Of the URL; ``file`` for local paths."""
-        if self.setting.is_s3:
-            return "s3"
-        if self.setting is Setting.URL:
-            return self._location().scheme
-        return "memory" if self.setting is Setting.MEMORY else "file"
+        return self._location().scheme if self.setting is Setting.URL else self.setting.scheme
 
     @property
     def in_process(self) -> bool:
@@ -169,7 +187,10 @@ class Target(BaseModel):
             bucket,
             key,
             self.endpoint,
-            _text(self.options, "region_name") or os.environ.get("AWS_REGION") or REGION,
+            _text(self.options, "region_name")
+            or os.environ.get("AWS_REGION")
+            or os.environ.get("AWS_DEFAULT_REGION")
+            or REGION,
             _text(self.options, "key") or _text(self.options, "aws_access_key_id"),
             _text(self.options, "secret") or _text(self.options, "aws_secret_access_key"),
             _text(self.options, "token") or _text(self.options, "aws_session_token"),
@@ -221,6 +242,8 @@ def client_environment(target: Target | None = None) -> dict[str, str]:
     if target is not None and target.setting is Setting.URL:
         access = target.s3()
         keys = {} if access is None else _environment_of(access)
+        if access is not None and (profile := _text(target.options, "profile")) is not None:
+            keys["AWS_PROFILE"] = profile
         return dict(os.environ) | keys | {"PYTHONUNBUFFERED": "1"}
     return kept | {
         "AWS_ACCESS_KEY_ID": _KEY,

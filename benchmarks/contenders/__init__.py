@@ -24,6 +24,7 @@ from ..workloads import State
 __all__ = [
     "Checkpointing",
     "Contender",
+    "Importing",
     "Layout",
     "LoadsParts",
     "Remover",
@@ -91,6 +92,15 @@ class LoadsParts(Protocol):
     """A contender that takes whole tensors only, and can load some of them."""
 
     loads_parts: bool
+
+
+@runtime_checkable
+class Importing(Protocol):
+    """A contender of any role whose calls import modules when they are first made."""
+
+    def import_modules(self, target: Target) -> None:
+        """Import them all; before the clock starts."""
+        ...
 
 
 @runtime_checkable
@@ -193,6 +203,8 @@ _CHECKPOINTERS = {
     "dcpfs-thread": ".trainers:DcpfsThread",
     "dcpfs-process": ".trainers:DcpfsProcess",
     "torch-keys": ".trainers:TorchKeyByKey",
+    "s3torchconnector-keys": ".trainers:ConnectorKeyByKey",
+    "torch-keys-4": ".trainers:TorchKeyByKeyFourThreads",
 }
 _SEEKERS = {
     "dcpfs": ".step_directories:DcpfsNewest",
@@ -213,11 +225,21 @@ _ONLY_S3 = (
     "dcpfs-obstore",
     "multi-storage-client",
     "s3torchconnector",
+    "s3torchconnector-keys",
     "s3torchconnector-range",
     "s3torchconnector-sequential",
     "torch-obstore",
 )
-_ONLY_FILES = ("floor-cp", "floor-files", "safetensors", "torch-1", "torch-2", "torch-4", "torchsnapshot")
+_ONLY_FILES = (
+    "floor-cp",
+    "floor-files",
+    "safetensors",
+    "torch-1",
+    "torch-2",
+    "torch-4",
+    "torch-keys-4",
+    "torchsnapshot",
+)
 
 
 def contenders_for(setting: Setting, url: str | None = None) -> tuple[str, ...]:

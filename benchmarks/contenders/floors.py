@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..files import filesystem_of, sync_file, writable_filesystem_of
+from ..files import filesystem_of, import_filesystem, sync_file, writable_filesystem_of
 from ..settings import Target
 from ..sink_client import SinkConnection
 from ..workloads import State
@@ -102,6 +102,10 @@ class PlainClient:
     def available(self) -> str | None:
         """Always."""
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """The filesystem."""
+        import_filesystem(target)
 
     def save(self, state: State, target: Target) -> None:
         """Put every part."""

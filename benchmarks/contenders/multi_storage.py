@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -39,6 +40,12 @@ class MultiStorageClient:
         if importlib.util.find_spec("multistorageclient") is None:
             return "multi-storage-client is not installed (extra: bench)"
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """Its DCP classes, and the provider that it looks up by name."""
+        del target
+        importlib.import_module("multistorageclient.contrib.torch.filesystem")
+        importlib.import_module("multistorageclient.providers.s3")
 
     def save(self, state: State, target: Target) -> None:
         """Save; ``os.sync()`` after each remote file is off, as for the other fsspec-like classes."""

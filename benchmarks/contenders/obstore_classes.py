@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from ..settings import S3Access, Target
 from ..workloads import State
 from . import Layout, Scope
+from .ours import import_dcpfs
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config
@@ -43,6 +44,10 @@ class _OnObstore:
 class DcpfsOnObstore(_OnObstore):
     """dcpfs's writer and reader, which serve it like any filesystem that nobody listed."""
 
+    def import_modules(self, target: Target) -> None:
+        """obstore, and dcpfs's writer, reader and store."""
+        import_dcpfs(_address(target)[0])
+
     def save(self, state: State, target: Target) -> None:
         """Save."""
         import dcpfs
@@ -61,6 +66,11 @@ class DcpfsOnObstore(_OnObstore):
 
 class TorchOnObstore(_OnObstore):
     """torch's ``FsspecWriter`` and ``FsspecReader``."""
+
+    def import_modules(self, target: Target) -> None:
+        """Obstore."""
+        del target
+        _make_class("s3")
 
     def save(self, state: State, target: Target) -> None:
         """Save."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 
+import fsspec
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+
+from dcpfs.storage.location import Location
 
 from ..settings import Target
 from ..workloads import State
 from . import Layout, Scope
 
-__all__ = ["Dcpfs", "DcpfsSmallBudget", "DcpfsUnderTorch"]
+__all__ = ["Dcpfs", "DcpfsSmallBudget", "DcpfsUnderTorch", "import_dcpfs"]
 
 _SMALL_BUDGET_BYTES = 64 << 20
 
@@ -23,6 +27,22 @@ def _missing(*names: str) -> str | None:
     return f"this dcpfs has no {', '.join(absent)}" if absent else None
 
 
+def import_dcpfs(url: str) -> None:
+    """Import dcpfs, which is lazy, with the store that serves a URL."""
+    scheme = Location(url).scheme
+    stores = {
+        "file": ("dcpfs.storage.local_store",),
+        "s3": ("dcpfs.storage.s3_store", "s3fs", "aiobotocore.session", "aiobotocore.httpsession"),
+    }
+    for name in (
+        *("dcpfs.dcp.load", "dcpfs.dcp.reader", "dcpfs.dcp.save", "dcpfs.dcp.writer"),
+        *stores.get(scheme, ("dcpfs.storage.fsspec_store",)),
+    ):
+        importlib.import_module(name)
+    if scheme not in stores:
+        fsspec.get_filesystem_class(scheme)
+
+
 class Dcpfs:
     """``dcpfs.save`` and ``dcpfs.load`` with their defaults."""
 
@@ -32,6 +52,10 @@ class Dcpfs:
     def available(self) -> str | None:
         """Absent when dcpfs isn't importable or lacks the calls."""
         return _missing("save", "load") if importlib.util.find_spec("dcpfs") else "dcpfs is not installed"
+
+    def import_modules(self, target: Target) -> None:
+        """All of dcpfs that saves and loads, and the client of the store."""
+        import_dcpfs(target.url)
 
     def save(self, state: State, target: Target) -> None:
         """Save."""
@@ -59,6 +83,10 @@ class DcpfsUnderTorch:
         if not importlib.util.find_spec("dcpfs"):
             return "dcpfs is not installed"
         return _missing("FsspecStorageReader", "FsspecStorageWriter")
+
+    def import_modules(self, target: Target) -> None:
+        """All of dcpfs that saves and loads, and the client of the store."""
+        import_dcpfs(target.url)
 
     def save(self, state: State, target: Target) -> None:
         """Save."""

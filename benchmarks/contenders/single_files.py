@@ -6,12 +6,13 @@ loaded goes into the tensors that the caller has, as a trainer needs it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 
 import torch
 
-from ..files import open_for, sync_file
+from ..files import import_filesystem, open_for, sync_file
 from ..settings import Target
 from ..workloads import State
 from . import Layout, Scope
@@ -28,6 +29,10 @@ class TorchSave:
     def available(self) -> str | None:
         """Always: it is part of torch."""
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """The filesystem, where the place is not local."""
+        import_filesystem(target)
 
     def save(self, state: State, target: Target) -> None:
         """Save."""
@@ -61,6 +66,11 @@ class Safetensors:
     def available(self) -> str | None:
         """Absent when the package is."""
         return None if importlib.util.find_spec("safetensors") else "safetensors is not installed"
+
+    def import_modules(self, target: Target) -> None:
+        """The package."""
+        del target
+        importlib.import_module("safetensors.torch")
 
     def save(self, state: State, target: Target) -> None:
         """Save."""

@@ -7,6 +7,7 @@ files; that is done for it.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import warnings
 from pathlib import Path
@@ -31,6 +32,13 @@ class Snapshots:
         if importlib.util.find_spec("torchsnapshot") is None:
             return "torchsnapshot is not installed (extra: bench)"
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """The package, with its warnings."""
+        del target
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("torchsnapshot")
 
     def save(self, state: State, target: Target) -> None:
         """Save."""

@@ -6,14 +6,17 @@ nothing. What dcpfs costs above them is what its promises cost.
 
 from __future__ import annotations
 
+import importlib
+
 import dcpfs
 from dcpfs.checkpointer.layout import parse_step_name, step_name
 from dcpfs.checkpointer.retention import RetentionPolicy, apply_retention
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 
-from ..files import filesystem_of
+from ..files import filesystem_of, import_filesystem
 from ..settings import Target
+from .ours import import_dcpfs
 
 __all__ = ["DcpfsAllSteps", "DcpfsNewest", "DcpfsRetention", "Listing", "RecursiveDelete"]
 
@@ -24,6 +27,11 @@ class DcpfsNewest:
     def available(self) -> str | None:
         """Always."""
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """The checkpointer, and what reads for it."""
+        importlib.import_module("dcpfs.checkpointer.checkpointer")
+        import_dcpfs(target.url)
 
     def seek(self, target: Target) -> tuple[int, ...]:
         """The newest step."""
@@ -40,6 +48,11 @@ class DcpfsAllSteps:
         """Always."""
         return None
 
+    def import_modules(self, target: Target) -> None:
+        """The checkpointer, and what reads for it."""
+        importlib.import_module("dcpfs.checkpointer.checkpointer")
+        import_dcpfs(target.url)
+
     def seek(self, target: Target) -> tuple[int, ...]:
         """All steps."""
         with _reader(target) as checkpointer:
@@ -52,6 +65,10 @@ class Listing:
     def available(self) -> str | None:
         """Always."""
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """The filesystem."""
+        import_filesystem(target)
 
     def seek(self, target: Target) -> tuple[int, ...]:
         """All names of steps."""
@@ -66,6 +83,11 @@ class DcpfsRetention:
     def available(self) -> str | None:
         """Always."""
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """The checkpointer, and what reads for it."""
+        importlib.import_module("dcpfs.checkpointer.checkpointer")
+        import_dcpfs(target.url)
 
     def remove_all_but(self, target: Target, keep: int, steps: tuple[int, ...]) -> None:
         """Look, decide, remove."""
@@ -83,6 +105,10 @@ class RecursiveDelete:
     def available(self) -> str | None:
         """Always."""
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """The filesystem."""
+        import_filesystem(target)
 
     def remove_all_but(self, target: Target, keep: int, steps: tuple[int, ...]) -> None:
         """Remove."""

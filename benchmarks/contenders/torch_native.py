@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ..files import import_filesystem
 from ..settings import Target
 from ..workloads import State
 from . import Layout, Scope
@@ -61,6 +62,10 @@ class TorchFsspec:
     def available(self) -> str | None:
         """Always: torch and fsspec are there."""
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """The filesystem, which fsspec imports by the URL's scheme."""
+        import_filesystem(target)
 
     def save(self, state: State, target: Target) -> None:
         """Save."""

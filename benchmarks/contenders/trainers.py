@@ -7,6 +7,7 @@ like one.
 
 from __future__ import annotations
 
+import importlib
 import io
 from typing import ClassVar
 
@@ -25,11 +26,20 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import dcpfs
 
-from ..files import filesystem_of, writable_filesystem_of
+from ..files import filesystem_of, import_filesystem, writable_filesystem_of
 from ..settings import Target
 from ..training import Training
+from .ours import import_dcpfs
+from .s3_connector import S3TorchConnector, connector_reader, connector_writer
 
-__all__ = ["DcpfsProcess", "DcpfsSync", "DcpfsThread", "TorchKeyByKey"]
+__all__ = [
+    "ConnectorKeyByKey",
+    "DcpfsProcess",
+    "DcpfsSync",
+    "DcpfsThread",
+    "TorchKeyByKey",
+    "TorchKeyByKeyFourThreads",
+]
 
 _NEWEST = "latest_checkpoint.txt"
 
@@ -46,6 +56,11 @@ class DcpfsSync:
     def available(self) -> str | None:
         """Always."""
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """The checkpointer, and what saves and loads for it."""
+        importlib.import_module("dcpfs.checkpointer.checkpointer")
+        import_dcpfs(target.url)
 
     def open(self, target: Target) -> None:
         """Make the checkpointer; its background process, if any, starts here."""
@@ -113,12 +128,18 @@ class DcpfsProcess(DcpfsSync):
 class TorchKeyByKey:
     """``dcp.save`` for each part."""
 
+    threads: ClassVar[int] = 1
+
     def __init__(self) -> None:
         self._target: Target | None = None
 
     def available(self) -> str | None:
         """Always: it is part of torch."""
         return None
+
+    def import_modules(self, target: Target) -> None:
+        """The filesystem."""
+        import_filesystem(target)
 
     def open(self, target: Target) -> None:
         """Remember where."""
@@ -134,7 +155,7 @@ class TorchKeyByKey:
             "trainer": dict(training.progress),
         }
         for key, state in parts.items():
-            save(state, storage_writer=_writer(step.child(key)))
+            save(state, storage_writer=self._writer(step.child(key)))
         filesystem, root = writable_filesystem_of(step.child("dataloader"))
         stream = io.BytesIO()
         torch.save(training.dataloader, stream)
@@ -158,16 +179,16 @@ class TorchKeyByKey:
         iteration = int(filesystem.cat_file(f"{root}/{_NEWEST}"))
         step = self._place().child(f"step-{iteration}")
         model = get_model_state_dict(training.model)
-        load(model, storage_reader=_reader(step.child("model")))
+        load(model, storage_reader=self._reader(step.child("model")))
         set_model_state_dict(training.model, model)
         optim = get_optimizer_state_dict(training.model, training.optimizer)
-        load(optim, storage_reader=_reader(step.child("optim")))
+        load(optim, storage_reader=self._reader(step.child("optim")))
         set_optimizer_state_dict(training.model, training.optimizer, optim)
         scheduler = training.scheduler.state_dict()
-        load(scheduler, storage_reader=_reader(step.child("scheduler")))
+        load(scheduler, storage_reader=self._reader(step.child("scheduler")))
         training.scheduler.load_state_dict(scheduler)
         progress: dict[str, int] = dict(training.progress)
-        load(progress, storage_reader=_reader(step.child("trainer")))
+        load(progress, storage_reader=self._reader(step.child("trainer")))
         training.progress.update(progress)
         stored = filesystem.cat_file(f"{root}/step-{iteration}/dataloader/rank_{_rank()}.pkl")
         training.dataloader.update(torch.load(io.BytesIO(stored), weights_only=True))
@@ -181,17 +202,40 @@ class TorchKeyByKey:
             raise RuntimeError("the contender has not been opened")
         return self._target
 
+    def _writer(self, target: Target) -> FileSystemWriter:
+        if target.directory is not None:
+            return FileSystemWriter(target.directory, thread_count=self.threads)
+        return FsspecWriter(target.url, sync_files=False, **target.storage_options())  # type: ignore[arg-type] # options are what the scheme takes
 
-def _writer(target: Target) -> FileSystemWriter:
-    if target.directory is not None:
-        return FileSystemWriter(target.directory)
-    return FsspecWriter(target.url, sync_files=False, **target.storage_options())  # type: ignore[arg-type] # options are what the scheme takes
+    def _reader(self, target: Target) -> FileSystemReader:
+        if target.directory is not None:
+            return FileSystemReader(target.directory)
+        return FsspecReader(target.url, **target.storage_options())
 
 
-def _reader(target: Target) -> FileSystemReader:
-    if target.directory is not None:
-        return FileSystemReader(target.directory)
-    return FsspecReader(target.url, **target.storage_options())
+class TorchKeyByKeyFourThreads(TorchKeyByKey):
+    """The same with four writer threads on local files."""
+
+    threads = 4
+
+
+class ConnectorKeyByKey(TorchKeyByKey):
+    """The same with s3torchconnector's classes."""
+
+    def available(self) -> str | None:
+        """Absent when the package is."""
+        return S3TorchConnector().available()
+
+    def import_modules(self, target: Target) -> None:
+        """The package, and the filesystem for what is no checkpoint of torch's."""
+        S3TorchConnector().import_modules(target)
+        import_filesystem(target)
+
+    def _writer(self, target: Target) -> FileSystemWriter:
+        return connector_writer(target)
+
+    def _reader(self, target: Target) -> FileSystemReader:
+        return connector_reader(target, S3TorchConnector.reader)
 
 
 def _rank() -> int:

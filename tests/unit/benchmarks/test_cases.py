@@ -26,11 +26,21 @@ PACKAGES = {
     "torch-obstore": "obstore",
     "multi-storage-client": "multistorageclient",
     "torchsnapshot": "torchsnapshot",
-    **dict.fromkeys(("s3torchconnector", "s3torchconnector-range", "s3torchconnector-sequential"), "s3torchconnector"),
+    **dict.fromkeys(
+        ("s3torchconnector", "s3torchconnector-keys", "s3torchconnector-range", "s3torchconnector-sequential"),
+        "s3torchconnector",
+    ),
 }
 S3_CONTENDERS = [name for name in contenders_for(Setting.FAST) if name != "torch-obstore"]
 LOCAL_CONTENDERS = [name for name in contenders_for(Setting.DISK) if name not in S3_CONTENDERS]
-STEP_CONTENDERS = ["dcpfs-all-steps", "floor-listing", "floor-delete", "torch-keys"]
+STEP_CONTENDERS = [
+    "dcpfs-all-steps",
+    "floor-listing",
+    "floor-delete",
+    "torch-keys",
+    "torch-keys-4",
+    "s3torchconnector-keys",
+]
 
 
 def storing(names: list[str]) -> list[str]:
@@ -158,8 +168,9 @@ def test_case_40_finding_the_newest_asks_as_often_among_many_as_for_one(sink: Ta
     assert few.requests == many.requests
 
 
-@pytest.mark.parametrize("contender", ["dcpfs-sync", "dcpfs-thread", "torch-keys"])
+@pytest.mark.parametrize("contender", ["dcpfs-sync", "dcpfs-thread", "torch-keys", "s3torchconnector-keys"])
 def test_checkpointer(sink: Target, contender: str) -> None:
+    require(contender)
     figures = measure(sink, "checkpointer", contender, rounds=2)
     assert [isinstance(figure, StepFigure) and figure.round for figure in figures] == [0, 1]
     for figure in figures:
@@ -177,6 +188,13 @@ def test_checkpointer_in_a_process_counts_what_the_process_costs(tmp_path: Path)
         assert isinstance(figure, StepFigure), figure
         assert figure.blocked_seconds is not None
         assert figure.blocked_seconds < figure.seconds
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpointer_of_torch_with_four_threads(tmp_path: Path) -> None:
+    with open_place(Setting.DISK, tmp_path, 0) as place:
+        (figure,) = measure(place, "checkpointer", "torch-keys-4")
+        assert isinstance(figure, StepFigure), figure
     assert not list(tmp_path.iterdir())
 
 

@@ -138,3 +138,31 @@ def test_tune_prints_grids_and_what_to_paste_and_leaves_nothing(tmp_path: Path) 
     assert {path.suffix for path in plots.iterdir()} == {".png", ".svg"}
     code, text = invoke("plot", str(lines), "--directory", str(tmp_path / "again"))
     assert code == 0, text
+
+
+def test_a_file_is_told_as_the_tables_that_the_run_printed(tmp_path: Path) -> None:
+    lines, markdown = tmp_path / "run.jsonl", tmp_path / "again.md"
+    code, text = invoke(
+        "save", "--setting", "memory", "--only", "floor-memcpy", "--only", "dcpfs", *TINY, "--json", str(lines)
+    )
+    assert code == 0, text
+    code, again = invoke("table", str(lines), "--markdown", str(markdown))
+    assert code == 0, again
+    assert again.strip() in text
+    assert markdown.read_text().strip() == again.strip()
+    lines.write_text("\n".join(lines.read_text().splitlines()[:2]) + "\n")  # broken off
+    code, again = invoke("table", str(lines))
+    assert code == 0, again
+    assert "| floor-memcpy |" in again
+    code, text = invoke("table", str(tmp_path / "nothing.jsonl"))
+    assert code == 2
+    assert "No such file" in text
+
+
+def test_latencies_stand_side_by_side(tmp_path: Path) -> None:
+    lines = tmp_path / "run.jsonl"
+    latencies = ["--latency-ms", "0", "--latency-ms", "2"]
+    code, text = invoke("save", "--setting", "fast", "--only", "dcpfs", *TINY, *latencies, "--json", str(lines))
+    assert code == 0, text
+    assert [result.entry.where for result in read(lines).results] == ["fast +0 ms", "fast +2 ms"]
+    assert "### dcpfs at each place" in text

@@ -93,6 +93,7 @@ def test_wrong_steps_are_no_figure(case: str, contender: str, said: str) -> None
         ("FlipsOneBit", "wrong bytes"),
         ("ForgetsThePlaceInTheData", "the dataloader is at"),
         ("ForgetsTheScheduler", "the scheduler is at -1"),
+        ("ReleasesBeforeItHasCopied", "wrong bytes"),
     ],
 )
 def test_wrong_training_states_are_no_figure(contender: str, said: str) -> None:

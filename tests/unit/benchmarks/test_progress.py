@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from benchmarks.execution import Stage, units
+from benchmarks.execution import Stage, most_bytes_at_once, units, written_bytes
 from benchmarks.progress import RunProgress
 from benchmarks.runner import Plan
 from benchmarks.settings import Setting
@@ -77,3 +77,17 @@ def test_units_of_a_plan_are_those_who_take_part() -> None:
     # dcpfs and torch-fsspec save; dcpfs and floor-listing look for steps.
     assert units(plan) == 5 * (2 + 2)
     assert Stage(plan).where == "fast"
+
+
+def test_a_checkpointer_writes_a_step_a_round_and_one_that_proves_them() -> None:
+    plan = Plan(
+        setting=Setting.FAST,
+        cases=("checkpointer",),
+        contenders=("dcpfs-sync", "torch-keys"),
+        size_bytes=4_000_000,
+        repetitions=5,
+        rounds=2,
+    )
+    one = most_bytes_at_once(plan.model_copy(update={"cases": ("save",)}))
+    assert most_bytes_at_once(plan) == 3 * one, "its steps stay until the end"
+    assert written_bytes(plan) == 3 * one * 2 * 5
