@@ -5,7 +5,9 @@ children only once they are gone, while a save in the background is the work of 
 
 Way taken: Linux resets ``VmHWM`` when ``5`` is written to ``/proc/self/clear_refs``. Freed memory is given
 back to the kernel before, so that a buffer of the last round neither hides in the baseline nor is found there
-for free. CPU time is this process's and that of its living descendants; memory is this process's alone.
+for free. CPU time and memory are this process's and its descendants': a background process that reads what it saves
+costs what it costs. Peaks are added up even where they were not at the same moment, and a page that two processes map
+anew counts for both, so the sum errs on the side of more.
 """
 
 from __future__ import annotations
@@ -13,16 +15,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import Self
 
 __all__ = ["Cost", "Meter"]
-
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,10 @@ class Cost:
     Attributes:
         began_seconds: Monotonic clock of the machine, comparable between its processes.
         ended_seconds: The same.
-        cpu_seconds: User and system time of all threads of this process and of its descendants that are alive at both
-            ends of the call, or began within it.
-        peak_extra_bytes: Peak of resident memory above that at the start; None where it can't be measured.
+        cpu_seconds: User and system time of all threads of this process and of its descendants, of children that ended
+            within the call as well.
+        peak_extra_bytes: Peak of resident memory above that at the start, of this process and each descendant that is
+            alive at the end; None where it can't be measured.
     """
 
     began_seconds: float
@@ -52,16 +54,28 @@ class Meter:
         gc.collect()
         _trim()
         self._children = _cpu_of_descendants()
-        self._resident_bytes = _reset_peak()
+        self._ended_children_seconds = _cpu_of_ended_children()
+        self._resident_bytes = {process: _reset_peak(process) for process in (os.getpid(), *self._children)}
         self._cpu_seconds = time.process_time()
         self._began_seconds = time.monotonic()
         return self
 
     def __exit__(self, *_: object) -> None:
-        ended_seconds, cpu_seconds = time.monotonic(), time.process_time()
-        peak = None if self._resident_bytes is None else max(0, _status("VmHWM") - self._resident_bytes)
-        others = sum(seconds - self._children.get(process, 0.0) for process, seconds in _cpu_of_descendants().items())
-        self.cost = Cost(self._began_seconds, ended_seconds, cpu_seconds - self._cpu_seconds + others, peak)
+        ended_seconds, cpu_seconds = time.monotonic(), time.process_time() - self._cpu_seconds
+        children = _cpu_of_descendants()
+        cpu_seconds += sum(seconds - self._children.get(process, 0.0) for process, seconds in children.items())
+        before_seconds = sum(seconds for process, seconds in self._children.items() if process not in children)
+        cpu_seconds += max(0.0, _cpu_of_ended_children() - self._ended_children_seconds - before_seconds)
+        self.cost = Cost(self._began_seconds, ended_seconds, cpu_seconds, self._peak_bytes(children))
+
+    def _peak_bytes(self, children: Iterable[int]) -> int | None:
+        extra_bytes = 0
+        for process in (os.getpid(), *children):
+            before, peak = self._resident_bytes.get(process, 0), _status(process, "VmHWM")
+            if before is None:
+                return None
+            extra_bytes += max(0, (peak or 0) - before)
+        return extra_bytes
 
 
 def _cpu_of_descendants() -> dict[int, float]:
@@ -80,6 +94,12 @@ def _cpu_of_descendants() -> dict[int, float]:
     return found
 
 
+def _cpu_of_ended_children() -> float:
+    """CPU seconds of all children that have ended and been waited for, with theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text()
@@ -87,19 +107,20 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _reset_peak() -> int | None:
+def _reset_peak(process: int) -> int | None:
+    """Let the peak of a process begin anew, and say what it holds now; None where the system does not let."""
     try:
-        _CLEAR_REFS.write_text("5")
-        return _status("VmRSS")
+        Path(f"/proc/{process}/clear_refs").write_text("5")
     except OSError:
         return None
+    return _status(process, "VmRSS")
 
 
-def _status(name: str) -> int:
-    for line in _STATUS.read_text().splitlines():
+def _status(process: int, name: str) -> int | None:
+    for line in _read(Path(f"/proc/{process}/status")).splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"{_STATUS} has no {name}")
+    return None
 
 
 def _trim() -> None:

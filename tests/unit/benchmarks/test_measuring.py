@@ -49,3 +49,42 @@ def test_memory_that_a_call_gave_back_is_in_its_peak_and_not_in_the_next_one() -
     if first.cost.peak_extra_bytes is not None and second.cost.peak_extra_bytes is not None:
         assert first.cost.peak_extra_bytes >= 60 << 20
         assert second.cost.peak_extra_bytes < 8 << 20
+
+
+def test_cpu_of_a_child_that_came_and_went_is_counted() -> None:
+    with Meter() as meter:
+        subprocess.run([sys.executable, "-c", _WORK], input="once\n", stdout=subprocess.DEVNULL, text=True, check=True)
+    assert 0.25 <= meter.cost.cpu_seconds < 5
+
+
+_MEMORY = """
+import sys
+for line in sys.stdin:
+    block = bytearray(64 << 20)
+    block[::4096] = bytes(len(block) // 4096)
+    del block
+    print(flush=True)
+"""
+
+
+def test_memory_that_a_child_needed_is_in_the_peak_and_not_in_the_next_one() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _MEMORY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+
+        def work() -> None:
+            print(file=child.stdin, flush=True)
+            assert child.stdout is not None
+            child.stdout.readline()
+
+        work()  # what it holds for good is there before the clock
+        with Meter() as busy:
+            work()
+        with Meter() as idle:
+            pass
+        child.stdin.close()
+    if busy.cost.peak_extra_bytes is not None and idle.cost.peak_extra_bytes is not None:
+        assert busy.cost.peak_extra_bytes >= 60 << 20
+        assert idle.cost.peak_extra_bytes < 8 << 20
