@@ -277,7 +277,9 @@ def _costs(
 def _fails(result: object, key: _Key) -> bool:
     if not isinstance(result, Missing) or result.kind != "failed":
         return False
-    return (result.entry.case, result.entry.where, result.entry.contender) == key
+    # Behind the name of a case its size or parameters may stand, which one that failed does not tell.
+    of_case = key[0] == result.entry.case or key[0].startswith((f"{result.entry.case}, ", f"{result.entry.case} ("))
+    return of_case and key[1] in ("", result.entry.where) and key[2] == result.entry.contender
 
 
 # --- what may be compared

@@ -7,7 +7,8 @@ Way taken: the planning work itself, without a network. Each step of an exchange
 coordinator, would call it, in one process: plan, encode; decode all, compare, share out, encode; decode. torch is
 measured in the same way, one key after the other as ``dcp.save`` takes them, with few ranks, since the objects of 1,000
 don't fit in memory; its coordinator's work grows with the ranks, so it is also told per rank. No figure counts
-before both have planned the same checkpoint: equal metadata, every chunk written once.
+before both have planned the same checkpoint: equal metadata, every chunk written once; so torch, with few
+ranks, is first.
 
 Beside it, two real ranks save the same kind of state, so small that planning is what they do (`planning_ranks`).
 
@@ -17,11 +18,12 @@ Flow: `measure` → `simulate_dcpfs`, `simulate_torch`, `save_with_ranks` → fi
 from __future__ import annotations
 
 import pickle
+import statistics
 import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -37,13 +39,17 @@ from dcpfs.checkpointer.plan_table import Box, PlanTable, make_table
 from dcpfs.checkpointer.step_plan import GlobalPlan, decode_assigned, encode_local_plans, plan_globally, plan_step
 from dcpfs.dcp.writer import FsspecStorageWriter
 
+from .figures import Entry, Missing
 from .measuring import Cost, Meter
 from .planning_states import TrainingState, as_rank, training_state
-from .settings import PACKAGE_ROOT, PLACE_PREFIX, client_environment
+from .settings import PACKAGE_ROOT, PLACE_PREFIX, Setting, client_environment
 
-__all__ = ["RanksFigure", "SimulationFigure", "markdown", "measure", "save_with_ranks", "simulate_dcpfs"]
+__all__ = ["CASES", "RanksFigure", "SimulationFigure", "markdown", "measure", "save_with_ranks", "simulate_dcpfs"]
 
+CASES = ("planning", "planning-2")
+"""Names of the simulation, and of the ranks that are really there, in figures."""
 _TIMES = 3
+_REASON_CHARACTERS = 600
 _SIMULATED = (
     "What does planning cost the ranks and the coordinator? torch plans key by key; its coordinator is measured with "
     "fewer ranks, so compare it per rank."
@@ -58,9 +64,10 @@ _SIMULATED_HEADINGS = (
     "its memory, MB",
     "rank receives, kB",
     "rank decodes, CPU s",
+    "n",
 )
 _MEETING = "How often do ranks meet in one save of all keys, and how long does it take when there are next to no bytes?"
-_MEETING_HEADINGS = ("contender", "save", "collectives", "seconds", "CPU s of rank 0", "planning, s")
+_MEETING_HEADINGS = ("contender", "save", "collectives", "seconds", "CPU s of rank 0", "planning, s", "n")
 
 
 class SimulationFigure(BaseModel):
@@ -132,27 +139,59 @@ class RanksFigure(BaseModel):
     moved_bytes: None = None
 
 
+class UnequalPlansError(ValueError):
+    """dcpfs and torch did not plan the same checkpoint, so nobody's cost says anything."""
+
+
 def measure(
-    *, ranks: int | Sequence[int], tensors: int, torch_ranks: int | Sequence[int], tell: Callable[[str], None]
-) -> list[SimulationFigure | RanksFigure]:
-    """All figures of the case.
+    *,
+    ranks: int | Sequence[int],
+    tensors: int,
+    torch_ranks: int | Sequence[int],
+    tell: Callable[[str], None],
+    repetitions: int = 1,
+) -> Iterator[SimulationFigure | RanksFigure | Missing]:
+    """All figures of the case; they come as they are there.
 
     Args:
         ranks: Simulated ones; several give the cost over their number.
         tensors: Sharded ones of each rank.
         torch_ranks: The same for torch.
         tell: Shown what is being done.
+        repetitions: Of everything, in turns.
     """
-    figures: list[SimulationFigure | RanksFigure] = []
-    for each in [ranks] if isinstance(ranks, int) else ranks:
-        tell(f"planning: dcpfs, {each} simulated ranks of {tensors} tensors")
-        figures.append(simulate_dcpfs(each, tensors))
-    for each in [torch_ranks] if isinstance(torch_ranks, int) else torch_ranks:
-        tell(f"planning: torch, {each} simulated ranks")
-        figures.append(simulate_torch(each, tensors))
-    tell("planning: 2 ranks")
-    figures += save_with_ranks(tensors)
-    return figures
+    ours = [ranks] if isinstance(ranks, int) else list(ranks)
+    torchs = [torch_ranks] if isinstance(torch_ranks, int) else list(torch_ranks)
+    gone: set[tuple[str, str]] = set()
+
+    def attempt(
+        case: str, contender: str, call: Callable[[], Iterable[SimulationFigure | RanksFigure]], repetition: int
+    ) -> Iterator[SimulationFigure | RanksFigure | Missing]:
+        if (case, contender) in gone:
+            return
+        try:
+            figures = [figure.model_copy(update={"repetition": repetition}) for figure in call()]
+        except Exception as error:  # noqa: BLE001 - handed over as the result
+            reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+            tell(f"{case}: {contender}: failed: {reason}")
+            for name in ("dcpfs", "torch") if isinstance(error, UnequalPlansError) or not contender else (contender,):
+                gone.add((case, name))
+                entry = Entry(
+                    case=case, setting=Setting.MEMORY, contender=name, repetition=repetition, place="without a store"
+                )
+                yield Missing(kind="failed", entry=entry, reason=reason)
+            return
+        yield from figures
+
+    for repetition in range(repetitions):
+        for each in torchs:
+            tell(f"planning: torch #{repetition}, {each} simulated ranks")
+            yield from attempt(CASES[0], "torch", lambda each=each: [simulate_torch(each, tensors)], repetition)  # type: ignore[misc] # bound at once
+        for each in ours:
+            tell(f"planning: dcpfs #{repetition}, {each} simulated ranks of {tensors} tensors")
+            yield from attempt(CASES[0], "dcpfs", lambda each=each: [simulate_dcpfs(each, tensors)], repetition)  # type: ignore[misc] # bound at once
+        tell(f"planning #{repetition}: 2 ranks")
+        yield from attempt(CASES[1], "", lambda: save_with_ranks(tensors), repetition)
 
 
 # --- simulated
@@ -301,11 +340,11 @@ def _prove_equal(
     assigned = [decode_assigned(data, step) for data, step in zip(planned.assigned, steps, strict=True)]
     for (key, metadata), theirs in zip(planned.metadata().items(), final, strict=True):
         if metadata.state_dict_metadata != contents[key].state_dict_metadata:
-            raise ValueError(f"{key}: dcpfs and torch don't make the same metadata")
+            raise UnequalPlansError(f"{key}: dcpfs and torch don't make the same metadata")
         written = sorted(str(item.index) for mine in assigned for item in mine[key].items)
         expected = sorted(str(item.index) for plan in theirs for item in plan.items)
         if [text.split(", index=")[0] for text in written] != [text.split(", index=")[0] for text in expected]:
-            raise ValueError(f"{key}: dcpfs and torch don't write the same chunks")
+            raise UnequalPlansError(f"{key}: dcpfs and torch don't write the same chunks")
 
 
 def _least(call: Callable[[], object]) -> Cost:
@@ -349,36 +388,68 @@ def save_with_ranks(tensors: int, timeout_seconds: float = 600) -> list[RanksFig
 # --- report
 
 
-def markdown(figures: Iterable[SimulationFigure | RanksFigure]) -> str:
-    """The tables of the case."""
-    figures = list(figures)
-    lines = ["### planning, simulated", "", _SIMULATED, "", _row(_SIMULATED_HEADINGS), _row(["---"] * 9)]
-    for each in figures:
-        if isinstance(each, SimulationFigure):
-            memory = "–" if each.coordinator_extra_bytes is None else f"{each.coordinator_extra_bytes / 1e6:.0f}"
-            per_rank_seconds = each.coordinator_cpu_seconds / each.ranks
-            lines.append(
-                _row(
-                    [
-                        each.contender,
-                        f"{each.ranks} × {each.tensors}",
-                        f"{each.local_cpu_seconds:.3f}",
-                        f"{each.sent_bytes / 1e3:.1f}",
-                        f"{each.coordinator_cpu_seconds:.2f}",
-                        f"{per_rank_seconds * 1e3:.2f}",
-                        memory,
-                        f"{each.assigned_bytes / 1e3:.1f}",
-                        f"{each.decode_cpu_seconds:.3f}",
-                    ]
-                )
+def markdown(results: Iterable[SimulationFigure | RanksFigure | Missing]) -> str:
+    """The tables of the case: medians, and of the coordinator's and the save's seconds the range as well."""
+    results = list(results)
+    lines = ["### planning, simulated", "", _SIMULATED, "", _row(_SIMULATED_HEADINGS), _row(["---"] * 10)]
+    simulated: dict[tuple[str, int, int], list[SimulationFigure]] = {}
+    met: dict[tuple[str, str], list[RanksFigure]] = {}
+    gone = {(each.entry.case, each.entry.contender): each for each in results if isinstance(each, Missing)}
+    for each in results:
+        if isinstance(each, SimulationFigure) and (CASES[0], each.contender) not in gone:
+            simulated.setdefault((each.contender, each.ranks, each.tensors), []).append(each)
+        if isinstance(each, RanksFigure) and (CASES[1], each.contender) not in gone:
+            met.setdefault((each.contender, each.save), []).append(each)
+    for (contender, ranks, tensors), own in simulated.items():
+        memory = [each.coordinator_extra_bytes / 1e6 for each in own if each.coordinator_extra_bytes is not None]
+        lines.append(
+            _row(
+                [
+                    contender,
+                    f"{ranks} × {tensors}",
+                    _median([each.local_cpu_seconds for each in own], "{:.3f}"),
+                    _median([each.sent_bytes / 1e3 for each in own], "{:.1f}"),
+                    _spread([each.coordinator_cpu_seconds for each in own], "{:.2f}"),
+                    _median([each.coordinator_cpu_seconds / each.ranks * 1e3 for each in own], "{:.2f}"),
+                    _median(memory, "{:.0f}"),
+                    _median([each.assigned_bytes / 1e3 for each in own], "{:.1f}"),
+                    _median([each.decode_cpu_seconds for each in own], "{:.3f}"),
+                    str(len(own)),
+                ]
             )
-    lines += ["", "### planning, 2 ranks", "", _MEETING, "", _row(_MEETING_HEADINGS), _row(["---"] * 6)]
-    for each in figures:
-        if isinstance(each, RanksFigure):
-            planning = "–" if each.plan_seconds is None else f"{each.plan_seconds:.3f}"
-            seconds = [f"{each.wall_seconds:.2f}", f"{each.cpu_seconds:.2f}", planning]
-            lines.append(_row([each.contender, each.save, str(each.collectives), *seconds]))
+        )
+    lines += [_missing_row(each, 10) for each in gone.values() if each.entry.case == CASES[0]]
+    lines += ["", "### planning, 2 ranks", "", _MEETING, "", _row(_MEETING_HEADINGS), _row(["---"] * 7)]
+    for (contender, save), turns in met.items():
+        lines.append(
+            _row(
+                [
+                    contender,
+                    save,
+                    _median([each.collectives for each in turns], "{:.0f}"),
+                    _spread([each.wall_seconds for each in turns], "{:.2f}"),
+                    _median([each.cpu_seconds for each in turns], "{:.2f}"),
+                    _median([each.plan_seconds for each in turns if each.plan_seconds is not None], "{:.3f}"),
+                    str(len(turns)),
+                ]
+            )
+        )
+    lines += [_missing_row(each, 7) for each in gone.values() if each.entry.case == CASES[1]]
     return "\n".join([*lines, ""])
+
+
+def _missing_row(missing: Missing, columns: int) -> str:
+    reason = missing.reason.replace("|", "/").replace("\n", " ")
+    return _row([missing.entry.contender, f"{missing.kind}: {reason}", *[""] * (columns - 2)])
+
+
+def _median(values: Sequence[float], form: str) -> str:
+    return form.format(statistics.median(values)) if values else "–"
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    middle = _median(values, form)
+    return middle if len(values) == 1 else f"{middle} ({form.format(min(values))}–{form.format(max(values))})"
 
 
 def _row(cells: Sequence[str]) -> str:

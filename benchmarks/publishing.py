@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import typer
 from pydantic import BaseModel
@@ -13,11 +14,13 @@ from dcpfs.errors import ConfigError
 
 from .figures import Figure, Missing, StepFigure
 from .manifest import Manifest
+from .planning import CASES as PLANNING
 from .planning import RanksFigure, SimulationFigure
 from .planning import markdown as planning_markdown
 from .plots import NothingToPlotError, draw
 from .records import recording_of
 from .report import markdown as report_markdown
+from .stall import CASE as STALL
 from .stall import StallFigure
 from .stall import markdown as stall_markdown
 
@@ -40,13 +43,24 @@ def tables(manifest: Manifest, results: Sequence[BaseModel], baselines: Mapping[
         results: Of all kinds.
         baselines: Contender that ratios are to, by place.
     """
-    at_places = [each for each in results if isinstance(each, Figure | StepFigure | Missing)]
+    at_places = [
+        each
+        for each in results
+        if isinstance(each, Figure | StepFigure | Missing) and not _is_missing(each, (*PLANNING, STALL))
+    ]
     text = report_markdown(manifest, at_places, baselines)
-    if planning := [each for each in results if isinstance(each, SimulationFigure | RanksFigure)]:
+    planning = [
+        each for each in results if isinstance(each, SimulationFigure | RanksFigure) or _is_missing(each, PLANNING)
+    ]
+    if planning:
         text += planning_markdown(planning)
-    if stalls := [each for each in results if isinstance(each, StallFigure)]:
+    if stalls := [each for each in results if isinstance(each, StallFigure) or _is_missing(each, (STALL,))]:
         text += stall_markdown(stalls)
     return text
+
+
+def _is_missing(result: BaseModel, cases: Sequence[str]) -> TypeGuard[Missing]:
+    return isinstance(result, Missing) and result.entry.case in cases
 
 
 def check_outputs(json_path: Path | None, outputs: Outputs) -> None:

@@ -209,7 +209,12 @@ class _Gathered:
 
     def recording(self, path: Path, manifest: Manifest) -> Recording:
         samples = samples_of(warm(self._results), [plan.size_bytes for plan in manifest.plans])
-        samples += [_sample(values) for values in self._raw if values["kind"] != "tuning"]
+        gone = {(each.entry.case, each.entry.contender) for each in self._results if isinstance(each, Missing)}
+        samples += [
+            _sample(values)
+            for values in self._raw
+            if values["kind"] != "tuning" and (str(values.get("case")), str(values["contender"])) not in gone
+        ]
         return Recording(
             path, manifest, tuple(self._results), tuple(self._others), tuple(samples), dict(self._left_out)
         )

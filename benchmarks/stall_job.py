@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ from .workloads import State, Workload, build, differences, poison, specs
 __all__ = ["run"]
 
 _COPIES = 3
-_LOOP_SECONDS = 2.0
+_LOOP_SECONDS = 1.0
 _LOOP_WIDTH = 192
 _LOOP_CALLS = 60
 
@@ -76,12 +77,18 @@ def run(order: StallOrder) -> StallFigure:
             if wrong is not None:
                 raise RuntimeError(f"{order.contender} stored something else: {wrong}")
         del stored
-        quiet = _steps_per_second(lambda: False)
+        quiet = _run_steps(lambda seconds: seconds >= _LOOP_SECONDS)
         contender.save(state, order.rounds + 1)
         waited: list[bool] = []
         done = _in_thread(contender.finish, waited)
-        beside = _steps_per_second(lambda: bool(waited))
+        beside = _run_steps(lambda _: bool(waited))
         done()
+        stored = contender.read(order.rounds + 1)
+        for name, tensor in state.items():
+            if not torch.equal(stored[name].view(torch.uint8), tensor.view(torch.uint8)):
+                raise RuntimeError(f"{order.contender} stored something else beside the loop: {name} differs")
+        del stored
+        quiet += _run_steps(lambda seconds: seconds >= _LOOP_SECONDS)
     later = blocked[1:]
     return StallFigure(
         contender=order.contender,
@@ -93,8 +100,9 @@ def run(order: StallOrder) -> StallFigure:
             call_seconds=statistics.median(each.call_seconds for each in later),
             total_seconds=statistics.median(each.total_seconds for each in later),
         ),
-        quiet_steps_per_second=quiet,
-        saving_steps_per_second=beside,
+        quiet_steps_per_second=quiet.per_second,
+        saving_steps_per_second=beside.per_second,
+        lost_seconds=beside.seconds - beside.count / quiet.per_second,
         seconds=statistics.median(each.total_seconds for each in later),
         gigabytes=sum(spec.size_bytes for spec in tensors) / 1e9,
     )
@@ -117,7 +125,22 @@ def _in_thread(call: Callable[[], None], waited: list[bool]) -> Callable[[], Non
     return thread.join
 
 
-def _steps_per_second(is_over: Callable[[], bool]) -> float:
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps of the loop, and the seconds that they took."""
+
+    count: int
+    seconds: float
+
+    @property
+    def per_second(self) -> float:
+        return self.count / self.seconds
+
+    def __add__(self, other: _Steps) -> _Steps:
+        return _Steps(self.count + other.count, self.seconds + other.seconds)
+
+
+def _run_steps(is_over: Callable[[float], bool]) -> _Steps:
     """A training loop as far as a save notices: Python that launches many small operations, all threads at work."""
     left, right = torch.randn(_LOOP_WIDTH, _LOOP_WIDTH), torch.randn(_LOOP_WIDTH, _LOOP_WIDTH) / _LOOP_WIDTH
     started_seconds, steps = time.monotonic(), 0
@@ -126,8 +149,8 @@ def _steps_per_second(is_over: Callable[[], bool]) -> float:
             left = torch.tanh(left @ right)
         steps += 1
         seconds = time.monotonic() - started_seconds
-        if seconds >= _LOOP_SECONDS or is_over():
-            return steps / seconds
+        if is_over(seconds):
+            return _Steps(steps, seconds)
 
 
 class _Ours:

@@ -10,11 +10,35 @@ from pydantic import BaseModel
 
 from benchmarks.figures import Entry, Figure, Missing, StepFigure
 from benchmarks.manifest import Manifest, RecordedPlan
+from benchmarks.planning import SimulationFigure
 from benchmarks.records import Recording, recording_of
 from benchmarks.settings import Setting
+from benchmarks.stall import Blocked, StallFigure
 from benchmarks.workloads import Workload, specs
 
 SIZE_BYTES = 4_000_000
+
+SIMULATED = SimulationFigure(
+    contender="dcpfs",
+    ranks=64,
+    tensors=100,
+    local_cpu_seconds=0.1,
+    sent_bytes=1000,
+    coordinator_cpu_seconds=0.4,
+    coordinator_extra_bytes=None,
+    assigned_bytes=10,
+    decode_cpu_seconds=0.01,
+)
+STALLED = StallFigure(
+    contender="torch-thread",
+    size_bytes=10,
+    threads=2,
+    copy_seconds=0.1,
+    first=Blocked(call_seconds=0.5, total_seconds=0.5),
+    later=Blocked(call_seconds=0.1, total_seconds=0.2),
+    quiet_steps_per_second=10,
+    saving_steps_per_second=9,
+)
 
 
 def figure(

@@ -11,8 +11,20 @@ from typer.testing import CliRunner
 
 from benchmarks.cli import app
 from benchmarks.compare import Comparison, IncomparableError, Limits, Row, Verdict, compare, judge, markdown
+from benchmarks.figures import Entry, Figure, Missing
 from benchmarks.records import Metric
-from tests.unit.benchmarks.recordings import figure, figures, manifest, missing, recording, write
+from benchmarks.settings import Setting
+from benchmarks.stall import Blocked, StallFigure
+from tests.unit.benchmarks.recordings import (
+    SIMULATED,
+    STALLED,
+    figure,
+    figures,
+    manifest,
+    missing,
+    recording,
+    write,
+)
 
 BASE = [1.00, 1.03, 0.98, 1.05, 1.01]
 
@@ -90,6 +102,58 @@ def test_who_fails_where_it_had_figures_is_worse() -> None:
     (row,) = compare(old, new).worse
     assert row.judgement.verdict is Verdict.NOW_FAILS
     assert "**now fails**" in markdown(compare(old, new))
+
+
+def test_who_fails_is_worse_also_where_several_sizes_were_measured() -> None:
+    def sized(contender: str) -> list[Figure]:
+        return [
+            figure(each, contender=contender, size_bytes=size, repetition=number)
+            for size in (10**8, 10**9)
+            for number, each in enumerate(BASE)
+        ]
+
+    old = recording([*sized("dcpfs"), *sized("torch-4")])
+    new = recording([*sized("torch-4"), missing("wrong bytes", contender="dcpfs")])
+    worse = compare(old, new).worse
+    assert {(row.case, row.judgement.verdict) for row in worse} == {
+        ("save, 100000000 bytes", Verdict.NOW_FAILS),
+        ("save, 1000000000 bytes", Verdict.NOW_FAILS),
+    }
+
+
+def test_who_fails_to_save_in_the_background_or_to_plan_is_worse() -> None:
+    gone = [
+        Missing(
+            kind="failed",
+            entry=Entry(case=case, setting=setting, contender="torch-thread", repetition=0, place=place),
+            reason="no",
+        )
+        for case, setting, place in (("stall", Setting.TMPFS, ""), ("planning", Setting.MEMORY, "without a store"))
+    ]
+    simulated = SIMULATED.model_copy(update={"contender": "torch-thread"})
+    old = recording([STALLED, simulated, *figures(BASE)])
+    worse = compare(old, recording([STALLED, simulated, *gone, *figures(BASE)])).worse
+    assert [(row.case, row.judgement.verdict) for row in worse] == [
+        ("stall", Verdict.NOW_FAILS),
+        ("planning (ranks=64)", Verdict.NOW_FAILS),
+    ]
+
+
+def test_seconds_that_training_waits_are_told_from_their_spread() -> None:
+    def waits(factor: float) -> list[StallFigure]:
+        return [
+            STALLED.model_copy(
+                update={
+                    "repetition": number,
+                    "later": Blocked(call_seconds=each * factor, total_seconds=each * factor),
+                    "seconds": each * factor,
+                }
+            )
+            for number, each in enumerate(BASE)
+        ]
+
+    found = compare(recording(waits(1)), recording(waits(1.5)))
+    assert {row.metric for row in found.worse} == {Metric.WALL, Metric.BLOCKED}
 
 
 def test_who_is_absent_now_is_noted() -> None:

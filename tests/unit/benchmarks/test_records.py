@@ -7,32 +7,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.execution import RecordStream
-from benchmarks.figures import Figure, Missing
-from benchmarks.planning import SimulationFigure
+from benchmarks.figures import Entry, Figure, Missing
 from benchmarks.records import Metric, UnreadableRecordError, read, warm
-from benchmarks.stall import Blocked, StallFigure
-from tests.unit.benchmarks.recordings import SIZE_BYTES, figure, figures, manifest, missing, step_figure, write
-
-SIMULATED = SimulationFigure(
-    contender="dcpfs",
-    ranks=64,
-    tensors=100,
-    local_cpu_seconds=0.1,
-    sent_bytes=1000,
-    coordinator_cpu_seconds=0.4,
-    coordinator_extra_bytes=None,
-    assigned_bytes=10,
-    decode_cpu_seconds=0.01,
-)
-STALLED = StallFigure(
-    contender="torch-thread",
-    size_bytes=10,
-    threads=2,
-    copy_seconds=0.1,
-    first=Blocked(call_seconds=0.5, total_seconds=0.5),
-    later=Blocked(call_seconds=0.1, total_seconds=0.2),
-    quiet_steps_per_second=10,
-    saving_steps_per_second=9,
+from benchmarks.settings import Setting
+from tests.unit.benchmarks.recordings import (
+    SIMULATED,
+    SIZE_BYTES,
+    STALLED,
+    figure,
+    figures,
+    manifest,
+    missing,
+    recording,
+    step_figure,
+    write,
 )
 
 
@@ -117,3 +105,12 @@ def test_a_line_of_another_version_is_refused_by_its_number_and_fields(tmp_path:
 def test_an_absent_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnreadableRecordError, match="No such file"):
         read(tmp_path / "nothing.jsonl")
+
+
+def test_of_who_failed_no_sample_of_any_kind_is_left() -> None:
+    gone = Missing(
+        kind="failed",
+        entry=Entry(case="stall", setting=Setting.TMPFS, contender="torch-thread", repetition=1),
+        reason="no",
+    )
+    assert [sample.case for sample in recording([STALLED, SIMULATED, gone]).samples] == ["planning (ranks=64)"]
