@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from .job import Absent, Failed, Measured, Outcome, RoundFigures
 from .settings import Setting
 
-__all__ = ["Entry", "Figure", "Missing", "StepFigure", "combine", "combine_steps"]
+__all__ = ["Entry", "Figure", "Missing", "StepFigure", "combine", "combine_steps", "link_text"]
 
 
 class Entry(BaseModel):

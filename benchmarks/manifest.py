@@ -1,9 +1,10 @@
 """Under which circumstances figures were taken: without them a figure can't be compared with any other.
 
-Problem: what has to be told (which store, with which options) is next to what must never be (keys, tokens, host names).
+Problem: what has to be told (which store, with which options) is next to what must never be (keys, tokens, passwords).
 
-Way taken: of a URL its scheme is told, of options their names. A value is told only where it is true or false, since no
-secret is; a number can be one, and any text is masked, whatever its option is called.
+Way taken: of a URL its scheme is told, and the URL itself as it is redacted everywhere; of options their names. A value
+is told only where it is true or false, since no secret is; a number can be one, and any text is masked, whatever its
+option is called.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ Every colour keeps 3 : 1 from either, and is doubled by a hatch, a marker or a l
 bars and into their cells, so that nobody has to measure the picture. What is drawn is decided by pure functions first
 (`bars_of`, `grids_of`, `curves_of`); only the last third of this module knows matplotlib, which is imported when asked.
 
-Flow: `draw(recording, directory)` → panels → files: ``throughput-*``, ``cpu-*``, ``grid-*``, ``over-tensors``,
-``over-ranks``, ``over-steps``, as far as the recording has figures for them.
+Flow: `draw(recording, directory)` → panels → files: ``throughput-*``, ``cpu-*``, ``seconds-*``, ``waits-*``,
+``grid-*``, ``stall``, ``over-tensors``, ``over-ranks``, ``over-steps``, as far as the recording has figures for them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .contenders import is_floor
-from .figures import Figure, Missing
+from .figures import Figure, Missing, StepFigure
 from .records import Metric, Recording, Sample, warm
+from .stall import CASE as STALL
+from .stall import StallFigure
 from .tune import TuneFigure
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ __all__ = [
     "draw_grids",
     "grids_of",
     "line_style",
+    "stall_bars_of",
+    "step_bars_of",
 ]
 
 LIGHT_PAGE = "#ffffff"
@@ -65,6 +69,8 @@ _MARKERS = "osD^vPX"
 _DOTS_PER_INCH = 150
 _NAME_CHARACTERS = 30
 _MOST_TICKS = 7
+_CHARACTERS_PER_INCH = 10
+_WAITS = "seconds that training waits, less is better"
 
 
 class NothingToPlotError(ValueError):
@@ -152,23 +158,29 @@ def draw(recording: Recording, directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for place in dict.fromkeys(result.entry.where for result in recording.results):
-        results = [
-            result
-            for result in recording.results
-            if isinstance(result, Figure | Missing) and result.entry.where == place
-        ]
-        speeds = bars_of(results, lambda figure: figure.gb_per_second)
-        if speeds:
-            paths += _write(draw_bars(speeds, "GB/s, more is better"), directory / f"throughput-{_file_name(place)}")
-            cpu = bars_of(results, lambda figure: figure.cpu_seconds_per_gb)
-            paths += _write(draw_bars(cpu, "client CPU s/GB, less is better"), directory / f"cpu-{_file_name(place)}")
+        here = [result for result in recording.results if result.entry.where == place]
+        results = [result for result in here if isinstance(result, Figure | Missing)]
+        steps = [result for result in here if isinstance(result, StepFigure | Missing)]
+        for name, unit, panels in (
+            ("throughput", "GB/s, more is better", bars_of(results, lambda figure: figure.gb_per_second)),
+            ("cpu", "client CPU s/GB, less is better", bars_of(results, lambda figure: figure.cpu_seconds_per_gb)),
+            ("seconds", "seconds, less is better", step_bars_of(steps, lambda figure: figure.seconds)),
+            ("waits", _WAITS, step_bars_of(steps, lambda figure: figure.blocked_seconds)),
+        ):
+            if panels:
+                paths += _write(draw_bars(panels, unit, place), directory / f"{name}-{_file_name(place)}")
+    stalls = [figure for figure in recording.others if isinstance(figure, StallFigure)]
+    if panels := stall_bars_of(stalls, [result for result in recording.results if isinstance(result, Missing)]):
+        paths += _write(
+            draw_bars(panels, _WAITS, "saves in the background, local files in memory"), directory / "stall"
+        )
     tuned = [figure for figure in recording.others if isinstance(figure, TuneFigure)]
     for place in dict.fromkeys(figure.place for figure in tuned):
         if grids := grids_of([figure for figure in tuned if figure.place == place]):
-            paths += _write(draw_grids(grids), directory / f"grid-{_file_name(place)}")
+            paths += _write(draw_grids(grids, place), directory / f"grid-{_file_name(place)}")
     for parameter in ("tensors", "ranks", "steps"):
-        if panels := curves_of(recording.samples, parameter):
-            paths += _write(draw_curves(panels), directory / f"over-{parameter}")
+        if curves := curves_of(recording.samples, parameter):
+            paths += _write(draw_curves(curves), directory / f"over-{parameter}")
     if not paths:
         raise NothingToPlotError(f"Can't plot {recording.path}: it has no figures of the kinds that plots are made of.")
     return paths
@@ -187,21 +199,58 @@ def bars_of(results: Sequence[Figure | Missing], of: Callable[[Figure], float]) 
             for result in results
             if result.entry.case == case and (isinstance(result, Missing) or result.needed_bytes == needed_bytes)
         ]
-        figures = warm(own)
-        bars: list[Bar] = []
-        for contender in dict.fromkeys(result.entry.contender for result in own):
-            values = [of(figure) for figure in figures if figure.entry.contender == contender]
-            if values:
-                bars.append(Bar(contender, statistics.median(values), min(values), max(values)))
-                continue
-            missing = next(
-                result for result in own if isinstance(result, Missing) and result.entry.contender == contender
-            )
-            bars.append(Bar(contender, None, reason=missing.kind))
-        bars.sort(key=lambda bar: bar.median is None)
-        if figures:
-            panels.append(Bars(f"{case}, {_bytes(needed_bytes)}", tuple(bars)))
+        values = [(figure.entry.contender, of(figure)) for figure in warm(own)]
+        if values:
+            panels.append(_panel(f"{case}, {_bytes(needed_bytes)}", own, values))
     return panels
+
+
+def step_bars_of(results: Sequence[StepFigure | Missing], of: Callable[[StepFigure], float | None]) -> list[Bars]:
+    """A panel for each case about steps, as far as anybody has such a cost in it."""
+    panels: list[Bars] = []
+    for case in dict.fromkeys(each.entry.case for each in results if isinstance(each, StepFigure)):
+        own = [result for result in results if result.entry.case == case]
+        values = [(figure.contender, value) for figure in warm(own) if (value := of(figure)) is not None]
+        if values:
+            gigabytes = next((each.gigabytes for each in own if isinstance(each, StepFigure)), None)
+            panels.append(_panel(case if gigabytes is None else f"{case}, {_bytes(gigabytes * 1e9)}", own, values))
+    return panels
+
+
+def stall_bars_of(figures: Sequence[StallFigure], missing: Sequence[Missing]) -> list[Bars]:
+    """A panel for each size of state that was saved in the background: what training waits for."""
+    panels: list[Bars] = []
+    gone = [each for each in missing if each.entry.case == STALL]
+    without = {each.entry.contender for each in gone}
+    for size_bytes in dict.fromkeys(figure.size_bytes for figure in figures):
+        own = [figure for figure in figures if figure.size_bytes == size_bytes]
+        values = [(each.contender, each.later.total_seconds) for each in own if each.contender not in without]
+        if values:
+            panels.append(_panel(f"{STALL}, {_bytes(size_bytes)}", [*own, *gone], values))
+    return panels
+
+
+def _panel(
+    title: str, own: Sequence[Figure | StepFigure | StallFigure | Missing], values: Sequence[tuple[str, float]]
+) -> Bars:
+    """Bars of all contenders in the order that they came in, those without a figure last, with the reason."""
+    by_contender: dict[str, list[float]] = {}
+    reasons: dict[str, str] = {}
+    for each in own:
+        contender = each.contender if isinstance(each, StallFigure) else each.entry.contender
+        by_contender.setdefault(contender, [])
+        if isinstance(each, Missing):
+            reasons[contender] = each.kind
+    for contender, value in values:
+        by_contender[contender].append(value)
+    bars = [
+        Bar(contender, statistics.median(found), min(found), max(found))
+        if found
+        else Bar(contender, None, reason=reasons[contender])
+        for contender, found in by_contender.items()
+        if found or contender in reasons
+    ]
+    return Bars(title, tuple(sorted(bars, key=lambda bar: bar.median is None)))
 
 
 def grids_of(figures: Sequence[TuneFigure]) -> list[Grid]:
@@ -274,6 +323,10 @@ def _file_name(place: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", place.lower()).strip("-")[:60] or "place"
 
 
+def _value(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 or not value else f"{value:.2g}"
+
+
 def _short(label: str) -> str:
     # Of module:attribute the end tells more.
     return label if len(label) <= _NAME_CHARACTERS else f"…{label[1 - _NAME_CHARACTERS :]}"
@@ -282,13 +335,20 @@ def _short(label: str) -> str:
 # --- how it is drawn
 
 
-def draw_bars(panels: Sequence[Bars], unit: str) -> Canvas:
-    """Horizontal bars, a panel a case, with the range of the runs as a line and the figures in words."""
+def draw_bars(panels: Sequence[Bars], unit: str, title: str = "") -> Canvas:
+    """Horizontal bars, a panel a case, with the range of the runs as a line and the figures in words.
+
+    Args:
+        panels: What is drawn.
+        unit: Of all of them.
+        title: Where it was measured.
+    """
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     tallest = max(len(panel.bars) for panel in panels)
     with _style() as new_canvas:
-        canvas = new_canvas(5.4 * columns, rows * (0.34 * tallest + 1.1) + 0.45)
+        canvas = new_canvas(5.4 * columns, rows * (0.34 * tallest + 1.1) + (0.75 if title else 0.45))
+        _set_title(canvas, title)
         grid = canvas.subplots(rows, columns, squeeze=False)
         for number, axes in enumerate(axes for row in grid for axes in row):
             if number >= len(panels):
@@ -317,23 +377,26 @@ def _draw_panel_of_bars(axes: Axes, panel: Bars, unit: str) -> None:
             elinewidth=1.6,
             capsize=3,
         )
-        text = f"{bar.median:.2f}" if bar.least == bar.most else f"{bar.median:.2f} ({bar.least:.2f}–{bar.most:.2f})"
+        text = _value(bar.median)
+        if bar.least != bar.most:
+            text += f" ({_value(bar.least)}–{_value(bar.most)})"
         axes.text(bar.most + longest * 0.025, at, text, va="center", fontsize=9)
     axes.set_yticks(range(len(panel.bars)), [_short(bar.label) for bar in panel.bars])
     axes.set_ylim(len(panel.bars) - 0.45, -0.55)
-    axes.set_xlim(0, longest * 1.75)
+    axes.set_xlim(0, longest * 1.9)
     axes.set_xlabel(unit)
     axes.set_title(panel.title, loc="left", fontweight="bold")
     axes.locator_params(axis="x", nbins=5)
     axes.tick_params(axis="y", length=0)
 
 
-def draw_grids(grids: Sequence[Grid]) -> Canvas:
-    """Cells with their number, a panel for saving and one for loading."""
+def draw_grids(grids: Sequence[Grid], title: str = "") -> Canvas:
+    """Cells with their number, a panel for saving and one for loading; the title says where."""
     widest = max(len(grid.concurrencies) for grid in grids)
     tallest = max(len(grid.sizes) for grid in grids)
     with _style() as new_canvas:
-        canvas = new_canvas((0.78 * widest + 1.5) * len(grids), 0.52 * tallest + 1.1)
+        canvas = new_canvas((0.78 * widest + 1.5) * len(grids), 0.52 * tallest + 1.1 + (0.3 if title else 0))
+        _set_title(canvas, title)
         for axes, grid in zip(canvas.subplots(1, len(grids), squeeze=False)[0], grids, strict=True):
             _draw_grid(axes, grid)
     return canvas
@@ -457,6 +520,14 @@ _ROLES = {
     "floors, which keep nothing safe": (_FLOOR, ".."),
 }
 """Colour and hatch of a bar by whose it is."""
+
+
+def _set_title(canvas: Canvas, title: str) -> None:
+    """As much of it as there is room for."""
+    if title:
+        most = int(canvas.get_figwidth() * _CHARACTERS_PER_INCH)
+        shown = title if len(title) <= most else f"{title[: most - 1]}…"
+        canvas.suptitle(shown, x=0.012, ha="left", fontsize=11.5)
 
 
 def _role(contender: str) -> str:

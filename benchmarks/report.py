@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from .cases import case_of
-from .figures import Figure, Missing, StepFigure
+from .figures import Figure, Missing, StepFigure, link_text
 from .manifest import Manifest
 from .records import Result, warm
+from .settings import Setting
 
 __all__ = ["circumstances", "markdown"]
 
@@ -29,6 +30,10 @@ _HEADINGS = (
     "moved ÷ needed",
     "n",
 )
+_PROXY = (
+    "Latency and rate are those of a proxy before the server, which takes time of the same cores; opening a connection "
+    "is not delayed."
+)
 _STEP_HEADINGS = (
     "contender",
     "seconds (min–max)",
@@ -40,6 +45,13 @@ _STEP_HEADINGS = (
     "n",
 )
 _REASON_CHARACTERS = 200
+_HOW = (
+    "Each figure is one call. Starting a process, importing, making the state and comparing what was saved or loaded, "
+    "bit for bit, are outside of it; without that proof there is no figure. Contenders take turns. Of each of n fresh "
+    'processes the last call counts, with connections and buffers as the calls before left them; "first round" is its '
+    "first. Median (min–max) over the processes. GB are 10^9 bytes of payload, CPU s are the client's, extra MiB is "
+    "its peak of memory above the state."
+)
 _F = TypeVar("_F", Figure, StepFigure)
 _R = TypeVar("_R", Figure | Missing, StepFigure | Missing)
 
@@ -52,7 +64,14 @@ def markdown(manifest: Manifest, results: Iterable[Result], baselines: Mapping[s
         results: Of the run.
         baselines: Contender that ratios are to, by place (`Entry.where`).
     """
+    results = list(results)
     lines = [circumstances(manifest), ""]
+    if results:
+        settings = dict.fromkeys(result.entry.setting for result in results)
+        told = [f"{setting.value}: {setting.told}." for setting in settings if setting.told]
+        if any(result.entry.setting is Setting.URL and link_text(result.entry) for result in results):
+            told.append(_PROXY)
+        lines += [" ".join([_HOW, *told]), ""]
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result.entry.case, result.entry.where), []).append(result)

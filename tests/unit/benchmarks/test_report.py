@@ -82,3 +82,18 @@ def test_circumstances_name_what_is_absent() -> None:
     assert "torch 2.13.0; without s3torchconnector" in text
     assert "2 cores (one) shared by all, 8 GiB" in text
     assert "commit 0123456789ab;" in text
+
+
+def test_what_a_figure_is_and_where_it_was_taken_is_said() -> None:
+    text = markdown(manifest(), [figure(1.0)], {})
+    assert "Starting a process, importing, making the state and comparing" in text
+    assert '"first round" is its first' in text
+    assert "fast: an S3-like server in memory on loopback" in text
+    assert "Each figure is one call" not in markdown(manifest(), [], {})
+
+
+def test_what_a_proxy_costs_is_said() -> None:
+    plain, far = figure(1.0, place="s3://a/run"), figure(1.0, place="s3://a/run")
+    far = far.model_copy(update={"entry": far.entry.model_copy(update={"latency_ms": 10.0})})
+    assert "a proxy before the server" in markdown(manifest(), [far], {})
+    assert "proxy" not in markdown(manifest(), [plain], {})
