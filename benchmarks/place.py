@@ -7,6 +7,7 @@ its own, deleted by its full name.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import shutil
@@ -61,7 +62,8 @@ def open_place(
     if setting is Setting.URL:
         if url is None:
             raise ValueError("The setting url needs a URL; name one, such as s3://bucket/scratch")
-        with _open_url(url, _plain(storage_options or {}), link) as target:
+        options = _plain(storage_options or {})
+        with _open_url(url, _with_endpoint(url, options), link) as target:
             yield target
         return
     if setting.is_s3:
@@ -122,6 +124,29 @@ def _plain(options: Mapping[str, object]) -> dict[str, JsonValue]:
         names = ", ".join(sorted(map(str, options)))
         raise ValueError(f"Storage options go to other processes as JSON, which can't hold one of {names}") from None
     return plain
+
+
+def _with_endpoint(url: str, options: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """The options with the endpoint that environment or profile name, which some clients of S3 know nothing of.
+
+    Those would go to Amazon's own instead: another store would be measured, and written to.
+    """
+    given = options.get("client_kwargs")
+    if (
+        Location(url).scheme != "s3"
+        or "endpoint_url" in options
+        or (isinstance(given, dict) and "endpoint_url" in given)
+        or importlib.util.find_spec("botocore") is None
+    ):
+        return options
+    from botocore.configprovider import ConfiguredEndpointProvider
+    from botocore.session import Session
+
+    session = Session(profile=options.get("profile"))
+    if session.get_config_variable("ignore_configured_endpoint_urls"):
+        return options
+    endpoint = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
+    return {**options, "endpoint_url": endpoint} if endpoint else options
 
 
 @contextlib.contextmanager

@@ -83,7 +83,10 @@ class Runner:
 
     def _run_case(self, case: Case) -> Iterator[Figure | StepFigure | Missing]:
         if self._place.in_process and case.sharded:
-            self._tell(f"{case.name}: memory:// lives in one process, so nothing is shared by ranks")
+            reason = "memory:// lives in one process, so nothing is shared by ranks"
+            self._tell(f"{case.name}: {reason}")
+            for contender in self._contenders(case):
+                yield Missing(kind="absent", entry=self._entry(case, contender, 0), reason=reason)
             return
         waiting = self._contenders(case)
         if not waiting:

@@ -460,10 +460,34 @@ def tables(figures: Sequence[TuneFigure], advice: Advice) -> str:
             speeds = [cells.get((size, count)) for count in concurrencies]
             lines.append(_row([label, *("–" if speed is None else f"{speed:.2f}" for speed in speeds)]))
         lines.append("")
-    lines += [*(f"- {sentence}" for sentence in advice.sentences), ""]
+    lines += [*(f"- {sentence}" for sentence in (*advice.sentences, *_limits(figures))), ""]
     return "\n".join(
-        [*lines, f"transfer = dcpfs.{advice.code}" if advice.fields else "transfer = None  # the defaults", ""]
+        [
+            *lines,
+            f"transfer = dcpfs.{advice.code}" if advice.fields else "transfer = dcpfs.TransferConfig()  # the defaults",
+            "",
+        ]
     )
+
+
+def _limits(figures: Sequence[TuneFigure]) -> list[str]:
+    """Where cells of the grid are not what their row and column say."""
+    sentences: list[str] = []
+    cells = [
+        (figure.request_bytes * figure.concurrency, figure)
+        for figure in figures
+        if figure.stage == "grid" and figure.request_bytes
+    ]
+    if any(in_flight > figure.budget_bytes for in_flight, figure in cells):
+        budget = f"{cells[0][1].budget_bytes >> 20} MiB"
+        sentences.append(f"Where size × requests is more than the budget of {budget}, fewer are in flight.")
+    if any(in_flight > figure.needed_bytes for in_flight, figure in cells):
+        size = f"{cells[0][1].needed_bytes / 1e9:.3g} GB"
+        sentences.append(
+            f"Where it is more than the state ({size}), there are not so many requests: a size like that of one of "
+            "your ranks (--size-gb) tells more."
+        )
+    return sentences
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -84,7 +84,9 @@ def test_what_ended_a_run_is_told_when_its_directory_can_t_be_deleted_either(cap
 def test_memory_is_one_process_by_any_name() -> None:
     told: list[str] = []
     with open_place(Setting.URL, None, 0, url="memory://scratch") as place:
-        (figure,) = measure(place, ["load-2", "load"], "dcpfs", told=told)
+        absent, figure = measure(place, ["load-2", "load"], "dcpfs", told=told)
+    assert isinstance(absent, Missing)
+    assert (absent.kind, absent.entry.case) == ("absent", "load-2")
     assert isinstance(figure, Figure)
     assert "lives in one process" in told[0]
 
@@ -153,3 +155,37 @@ def test_the_caller_s_aws_setup_is_used_at_the_caller_s_url_and_nowhere_else(mon
     assert client_environment(Target(setting=Setting.URL, path="x", root="s3://b"))["AWS_PROFILE"] == "production"
     assert "AWS_PROFILE" not in client_environment(Target(setting=Setting.FAST, path="x", port=1))
     assert "AWS_PROFILE" not in client_environment()
+
+
+def test_an_endpoint_of_the_environment_or_the_profile_is_told_to_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config"
+    config.write_text("[profile own]\nendpoint_url = http://127.0.0.1:7\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "AWS_PROFILE"):
+        monkeypatch.delenv(variable, raising=False)
+
+    def endpoint(**options: object) -> str | None:
+        with open_place(Setting.URL, None, 0, url="s3://bucket/x", storage_options=options) as place:
+            access = place.s3()
+            assert access is not None
+            assert place.storage_options().get("endpoint_url") == access.endpoint
+            return access.endpoint
+
+    # Nothing is asked of any server: what would be deleted at the end is not looked for.
+    monkeypatch.setattr("benchmarks.place.remove", lambda target: None)
+    assert endpoint() is None
+    assert endpoint(profile="own") == "http://127.0.0.1:7"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:8")
+    assert endpoint() == "http://127.0.0.1:8"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
+    assert endpoint() == "http://127.0.0.1:9"
+    assert endpoint(endpoint_url="http://127.0.0.1:10") == "http://127.0.0.1:10"
+    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    assert endpoint() is None
+
+
+def test_a_profile_among_the_options_is_there_for_clients_that_take_it_from_the_environment_alone() -> None:
+    target = Target(setting=Setting.URL, path="x", root="s3://b", options={"profile": "own"})
+    assert client_environment(target)["AWS_PROFILE"] == "own"

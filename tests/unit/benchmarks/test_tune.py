@@ -83,7 +83,8 @@ def test_where_all_settings_are_equal_the_defaults_are_kept() -> None:
     for noise in (0.0, 0.01, 0.2):
         advice, figures, _ = tuned(lambda _: (1.0, 1.0), noise)
         assert advice.fields == {}, noise
-        assert "transfer = None" in tables(figures, advice)
+        text = tables(figures, advice)
+        assert eval(text[text.index("dcpfs.TransferConfig") :], {"dcpfs": dcpfs}) == TransferConfig()
 
 
 def test_the_best_of_many_noisy_runs_is_not_recommended_for_its_luck() -> None:
@@ -186,3 +187,14 @@ def test_wrong_bytes_end_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(WrongBytesError, match=r"is not what was saved: .*wrong bytes"):
             rig.run(Candidate(None, 4 * MIB, 2, 64 * MIB))
     assert not list(tmp_path.iterdir())
+
+
+def test_cells_that_are_not_what_they_seem_are_said() -> None:
+    advice, figures, _ = tuned(lambda _: (1.0, 1.0))
+    text = tables(figures, advice)
+    assert "more than the budget of 512 MiB, fewer are in flight" in text
+    assert "more than the state (1 GB), there are not so many requests" in text
+    small = Axes(remote=True, part_sizes=(MIB,), read_sizes=(MIB,), concurrencies=(8,), beyond=None)
+    advice, figures, _ = tuned(lambda _: (1.0, 1.0), axes=small)
+    assert "fewer" not in tables(figures, advice)
+    assert "not so many" not in tables(figures, advice)
