@@ -381,7 +381,6 @@ class _Save:
         if self._error is not None:
             raise self._error
         step, written = self.step, self._written
-        self._require_shared_place()
         written.relied_on = step.relied_on
         results: dict[str, list[WriteResult]] = {}
         for key, plan in assigned.items():
@@ -395,6 +394,7 @@ class _Save:
             if isinstance(writer, FsspecStorageWriter):
                 self.requests += writer.written.requests
         self._write_rank_files()
+        self._require_shared_place()
         if self._context.still_wanted is not None:
             self._context.still_wanted()
         written.results = encode_results(results, step, assigned)
@@ -403,7 +403,8 @@ class _Save:
         """Return when this rank finds what the coordinator has put. One request, in the first save alone.
 
         Where each machine has a disk of its own below the same path, every rank writes, all of them succeed, and no
-        step that is committed can ever be loaded.
+        step that is committed can ever be loaded. Asked when this rank has written: a mount that remembers what a
+        directory held (rclone's) knows the step then.
 
         Raises:
             ConfigError: ``save_dir`` is another place for this rank than for the coordinator.
@@ -415,6 +416,8 @@ class _Save:
         owner = read_owner(self.store, step.iteration)
         where = context.save_dir.join(step_name(step.iteration)).redacted
         if owner is None and not self.store.exists(f"{step_name(step.iteration)}/{MANIFEST_NAME}"):
+            # The coordinator, which takes back what a failed save has left, does not see these.
+            self.store.delete([f"{step_name(step.iteration)}/{name}" for name in self._written.files])
             raise ConfigError(
                 f"can't save to {where}: rank {self._ranks.rank} does not find there what rank 0 has just put, so that "
                 "save_dir is not one place for all ranks (a disk of each machine, or memory of each process); give one "

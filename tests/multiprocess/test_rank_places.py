@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcpfs
+from dcpfs.storage.location import Location
+from dcpfs.storage.opening import open_store
 from tests.multiprocess.gloo import run_ranks
 from tests.multiprocess.training_job import attempt
 
@@ -162,7 +164,12 @@ def save_to_memories(root: str, mode: str) -> tuple[tuple[str, str], tuple[str, 
             checkpointer.save_state(iteration, {"model": {f"w{rank}": torch.ones(3)}})
             checkpointer.wait()
 
-        return attempt(lambda: save(1)), attempt(lambda: save(2)), checkpointer.steps()
+        first, second = attempt(lambda: save(1)), attempt(lambda: save(2))
+        store = open_store(Location("memory://a-place-for-each/run"))
+        left = {info.path.rpartition("/")[2] for info in store.list("")}
+        store.close()
+        assert not left, left
+        return first, second, checkpointer.steps()
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
