@@ -92,13 +92,14 @@ class LandingContext:
         url: Redacted URL of the checkpoint, for errors.
         verify: Checksums are compared.
         written: Keys whose memory was written to, whole or in part.
-        checks: For each tensor that arrives in pieces what is known of its checksum, by the place of its payload.
+        checks: For each tensor that arrives in pieces what is known of its checksum, by the place of its payload and
+            the key that gets it: one entry may go to several.
     """
 
     url: str
     verify: bool
     written: set[str] = field(default_factory=set)
-    checks: dict[tuple[str, int], PayloadCheck] = field(default_factory=dict)
+    checks: dict[tuple[str, int, str], PayloadCheck] = field(default_factory=dict)
 
     def corrupt(self, key: str, file: str, what: str) -> CorruptCheckpointError:
         """The error for bytes that are not what was saved."""
@@ -211,10 +212,10 @@ class TensorLanding(NamedTuple):
                 raise context.corrupt(key, file, MISMATCH)
             return
         with _starting:
-            check = context.checks.get((file, start_bytes))
+            check = context.checks.get((file, start_bytes, key))
             if check is None:
                 check = PayloadCheck(context, key, file, size_bytes, expected)
-                context.checks[file, start_bytes] = check
+                context.checks[file, start_bytes, key] = check
         check.add(position, len(view), crc32(view))
 
     def accept(self, position: int, source: memoryview) -> None:

@@ -113,7 +113,7 @@ def match_state(
             match.objects.append((key, record.location))
             loaded.append(key)
             continue
-        difference = describe_mismatch(leaf, record.dtype, record.shape, allow_cast)
+        difference = _describe_whole(leaf, record.dtype, record.shape, allow_cast)
         if difference is not None:
             match.mismatched[key] = difference
             continue
@@ -150,6 +150,14 @@ _make_want = partial(tuple.__new__, TensorWant)
 
 def describe_mismatch(leaf: object, dtype: torch.dtype, shape: tuple[int, ...], allow_cast: CastPolicy) -> str | None:
     """How a leaf differs from a stored tensor, as a part of a sentence, or None."""
+    difference = _describe_whole(leaf, dtype, shape, allow_cast)
+    if difference is None and isinstance(leaf, torch.Tensor) and type(leaf) not in _PLAIN:
+        return _describe_boxes(local_boxes("", leaf))
+    return difference
+
+
+def _describe_whole(leaf: object, dtype: torch.dtype, shape: tuple[int, ...], allow_cast: CastPolicy) -> str | None:
+    """`describe_mismatch`, but for what only a look at each local part shows."""
     if not isinstance(leaf, torch.Tensor):
         return f"{_article(type(leaf).__name__)} in the state, a tensor in the checkpoint"
     if leaf.layout is not torch.strided:
@@ -212,6 +220,16 @@ def _add_wants(key: str, leaf: torch.Tensor, record: TensorRecord, wants: list[T
             wants.append(TensorWant(key, record.dtype, shape, chunk.location, chunk.offsets, shape, target))
             return None
     boxes = list(local_boxes(key, leaf))
+    difference = _describe_boxes(boxes)
+    if difference is not None:
+        return difference
+    for offsets, sizes, target in boxes:
+        wants.extend(wants_of_box(key, record, offsets, sizes, target.detach()))
+    return None
+
+
+def _describe_boxes(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]) -> str | None:
+    """Why the memory of a part on this rank can't take its box, as a part of a sentence; None: all can."""
     for _, sizes, target in boxes:
         if target.shape != sizes:
             return (
@@ -220,8 +238,6 @@ def _add_wants(key: str, leaf: torch.Tensor, record: TensorRecord, wants: list[T
             )
         if overlaps_itself(target):
             return OVERLAPPING
-    for offsets, sizes, target in boxes:
-        wants.extend(wants_of_box(key, record, offsets, sizes, target.detach()))
     return None
 
 
