@@ -21,6 +21,7 @@ from collections.abc import Coroutine, Mapping
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
+from dcpfs.storage.s3_answers import is_foreign, not_the_stores
 from dcpfs.storage.s3_http import HttpPool, HttpRequest
 
 __all__ = ["Relay", "send_by_caller"]
@@ -98,6 +99,8 @@ class Relay:
             body = _bytes(request.body)
             with self._pool.exchange(_sendable(request), [memoryview(body)] if body else []) as response:
                 content = response.read()
+            if is_foreign(response.status, content):
+                raise not_the_stores(response.status, response.reason)
             result = _Answer(response.status, dict(response.getheaders()), content)
         except Exception as failure:  # noqa: BLE001 - handed over to the coroutine that wanted to send
             self._loop.call_soon_threadsafe(_fail, answer, failure)

@@ -30,6 +30,7 @@ from urllib.parse import urlsplit
 from dcpfs.config import RetryConfig
 from dcpfs.errors import ConfigError
 from dcpfs.storage.location import Location
+from dcpfs.storage.s3_answers import not_the_stores
 from dcpfs.storage.s3_clients import CLIENTS, S3Client, client_key, close_client, run_on_loop
 from dcpfs.storage.s3_http import HttpPool, Proxy
 from dcpfs.storage.s3_redirects import refuse_other_domains, without_redirects
@@ -145,7 +146,7 @@ class S3Session:
                     await getattr(current.client, operation)(**argument)
 
             done = await asyncio.gather(*map(one, arguments), return_exceptions=True)
-            return [result if isinstance(result, BaseException) else None for result in done]
+            return [_outcome(result) if isinstance(result, BaseException) else None for result in done]
 
         return run_on_loop(current.loop, run())
 
@@ -337,6 +338,16 @@ class S3Session:
             make_ssl_context=make_ssl_context,
             find_proxy=find_proxy,
         )
+
+
+def _outcome(failure: BaseException) -> BaseException:
+    """The failure of an operation. One without a code of the store's, though with a page, is not the store's."""
+    response = getattr(failure, "response", None)
+    if isinstance(response, Mapping) and response.get("Error", {}).get("Code") == "404":
+        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders") or {}
+        if headers.get("content-length") != "0" and headers.get("content-type", "").startswith("text/"):
+            return not_the_stores(404, "Not Found")
+    return failure
 
 
 def _wanted_checksum(location: Location) -> str | None:

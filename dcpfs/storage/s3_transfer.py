@@ -17,19 +17,19 @@ import http.client
 import logging
 import re
 import threading
-import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
 from dcpfs.errors import StorageError, TransferSizeError
+from dcpfs.storage.s3_answers import is_foreign, not_the_stores, parse_error
 from dcpfs.storage.s3_http import HttpRequest, Scatter
 from dcpfs.storage.s3_session import S3Session
 from dcpfs.storage.s3_signing import PartSigner, S3Signer
 from dcpfs.storage.translate import Classified, FailedAttempt, FailureKind, ResponseError
 
-__all__ = ["RangedRead", "S3Transfer", "parse_content_range", "parse_error"]
+__all__ = ["RangedRead", "S3Transfer", "parse_content_range"]
 
 _RANGE_OF_NOTHING = "bytes 0--1/0"
 """How MinIO's front describes the end of an empty object, where others say that there is no such range."""
@@ -61,20 +61,6 @@ def parse_content_range(text: str) -> tuple[int, int, int | None] | None:
     first, last, total = match.groups()
     start, stop = (int(first), int(last) + 1) if first is not None else (0, 0)
     return start, stop, None if total == "*" else int(total)
-
-
-def parse_error(body: bytes) -> tuple[str, str]:
-    """Read code and message of an S3 error body; empty texts when it is none."""
-    try:
-        root = ET.fromstring(body)  # noqa: S314 - at most 64 KiB, and expat limits entity expansion
-    except ET.ParseError:
-        return "", ""
-    found = {"Code": "", "Message": ""}
-    for element in root.iter():
-        name = element.tag.rpartition("}")[2]
-        if name in found and not found[name]:
-            found[name] = (element.text or "").strip()
-    return found["Code"], found["Message"]
 
 
 @dataclass(slots=True)
@@ -135,17 +121,20 @@ class S3Transfer:
     def head(self, key: str) -> dict[str, object]:
         """Describe an object.
 
-        An error answer to a HEAD has no body and hides its code, e.g. that a token expired. A GET of one byte shows
-        it.
+        An error answer to a HEAD has no body and hides its code, e.g. that a token expired, or that it is not the
+        store's. A GET of one byte shows it.
         """
         from botocore.exceptions import ClientError
 
         try:
             answer = self._session.call("head_object", Key=key)
         except ClientError as failure:
-            if failure.response.get("Error", {}).get("Code") not in ("400", "403"):
+            if not _hides_its_cause(failure.response):
                 raise
-            with self._exchange(self._signer.sign_get(key, "bytes=0-0")):
+            absent = failure.response["Error"]["Code"] == "404"
+            with self._exchange(self._signer.sign_get(key, None if absent else "bytes=0-0")):
+                if absent:
+                    raise not_the_stores(404, "Not Found") from None
                 raise
         if "ContentLength" not in answer:
             raise ResponseError(502, "", "the answer about an object does not say how large it is")
@@ -266,13 +255,22 @@ class S3Transfer:
 
 
 def _response_error(response: http.client.HTTPResponse) -> ResponseError:
-    code, message = parse_error(response.read(_ERROR_BYTES))
+    body = response.read(_ERROR_BYTES)
+    if is_foreign(response.status, body):
+        return not_the_stores(response.status, response.reason)
+    code, message = parse_error(body)
     request_id = response.getheader("x-amz-request-id")
     if request_id:
         message = f"{message} [request {request_id}]".strip()
     if not message:
         message = response.reason
     return ResponseError(response.status, code, message, retry_after=response.getheader("Retry-After"))
+
+
+def _hides_its_cause(response: Mapping[str, Mapping[str, object]]) -> bool:
+    code = response.get("Error", {}).get("Code")
+    headers = cast("Mapping[str, str]", response.get("ResponseMetadata", {}).get("HTTPHeaders") or {})
+    return code in ("400", "403") or (code == "404" and headers.get("content-type", "").startswith("text/"))
 
 
 def _names_region(response: http.client.HTTPResponse) -> bool:

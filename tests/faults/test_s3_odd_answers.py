@@ -132,6 +132,15 @@ class _Told(Action):
         return Response(200, {"Content-Type": "application/xml"}, (self.document,))
 
 
+class _NotTheStore(Action):
+    """What stands before the store answers in its place, that it knows no such page."""
+
+    @override
+    def before_effect(self, exchange: Exchange, fault: Fault) -> Response | None:
+        headers, page = {"Content-Type": "text/plain; charset=utf-8"}, (b"default backend - 404",)
+        return Response(404, headers, page, send_body=exchange.head.method != "HEAD")
+
+
 class TestBodies:
     @pytest.mark.parametrize("size", [300, 8 * MIB])
     def test_case_89_a_body_cut_short_on_a_connection_that_ends_is_read_again(
@@ -259,6 +268,37 @@ class TestDeletes:
         s3_store.delete(["x", "y"])
         assert s3_server.stored_keys() == []
         assert s3_server.operations() == ["DeleteObjects", "DeleteObjects"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_page_that_is_not_the_stores_does_not_say_that_something_is_absent(
+    scripted_s3: ScriptedS3Server, times: int
+) -> None:
+    for name in ("x", "y", "z"):
+        scripted_s3.write(f"{PREFIX}/{name}", SMALL)
+    with contextlib.closing(open_store(scripted_s3)) as store:
+        store.head("x")
+        for operation, verb, expected in (
+            ("GetObject", lambda: store.get("x"), SMALL),
+            ("GetObject", lambda: store.get_tail("x", 3), (SMALL[-3:], len(SMALL))),
+            ("GetObject", lambda: read(store, 1, 300), SMALL[1:301]),
+            ("HeadObject", lambda: store.exists("x"), True),
+            ("HeadObject", lambda: store.exists("absent"), False),
+            ("ListObjectsV2", lambda: sorted(info.path for info in store.list()), ["x", "y", "z"]),
+            ("DeleteObject", lambda: store.delete(["x"]), None),
+            ("DeleteObjects", lambda: store.delete(["y", "z"]), None),
+            ("ListObjectsV2", lambda: list(store.list()), []),
+        ):
+            fault = scripted_s3.fail(operation, _NotTheStore(), times=times)
+            assert verb() == expected
+            assert fault.hits
+            scripted_s3.reset_faults()
+        assert scripted_s3.stored_keys() == []
+        scripted_s3.write(f"{PREFIX}/x", SMALL)
+        scripted_s3.fail("*", _NotTheStore(), times=None)
+        for verb in (lambda: store.get("x"), lambda: store.exists("x"), lambda: store.delete(["x"])):
+            with pytest.raises(StorageError, match="not the store's"):
+                verb()
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,12 @@ from typing import cast
 import pytest
 
 from dcpfs.errors import ConfigError
+from dcpfs.storage.s3_answers import parse_error
 from dcpfs.storage.s3_http import Scatter
 from dcpfs.storage.s3_multipart import MAX_OBJECT_BYTES, plan_part_bytes
 from dcpfs.storage.s3_redirects import is_same_domain
 from dcpfs.storage.s3_session import split_bucket
-from dcpfs.storage.s3_transfer import parse_content_range, parse_error
+from dcpfs.storage.s3_transfer import parse_content_range
 from dcpfs.storage.store import PartMemory
 
 MIB = 1 << 20
