@@ -14,22 +14,17 @@ import math
 from collections.abc import Collection, Mapping
 from typing import SupportsFloat
 
-import torch
-from torch.distributed.checkpoint.stateful import Stateful
-
 from dcpfs.checkpointer.config import CheckpointConfig
 from dcpfs.checkpointer.layout import DATALOADER, check_key, rank_file_name
 from dcpfs.checkpointer.parts import StateHolder, find_topology, state_of
 from dcpfs.checkpointer.rank_state import encode_rank_state
 from dcpfs.checkpointer.step_plan import LocalStep, plan_step
+from dcpfs.dcp.stateful import is_stateful
 from dcpfs.errors import ConfigError
 
 __all__ = ["plan_states"]
 
 _logger = logging.getLogger(__name__)
-
-_PLAIN = (torch.Tensor, dict, list, tuple, str, int, float, bytes, type(None))
-"""Asked first: asking whether an object fits the protocol takes 15 µs."""
 
 
 def plan_states(
@@ -94,7 +89,7 @@ def plan_states(
 
 def _asked(value: object) -> object:
     """A value of a mapping, or the state of an object there, as torch's own save asks for it."""
-    return value if isinstance(value, _PLAIN) or not isinstance(value, Stateful) else value.state_dict()
+    return value.state_dict() if is_stateful(value) else value
 
 
 def _as_number(metric: object, iteration: int) -> float | None:

@@ -315,3 +315,31 @@ def test_what_nobody_takes_of_the_trainers_state_is_a_warning(save_dir: str, cap
         f"leaves out {of_scaler}: there is no grad scaler, or it is disabled",
         "leaves out user.tokens, user.epoch: no trainer state was passed",
     ]
+
+
+class Remembering(dict[str, Any]):
+    """A dict that knows more than its items."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.best = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"items": dict(self), "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.clear()
+        self.update(state["items"])
+        self.best = state["best"]
+
+
+def test_case_20_a_mapping_with_a_state_of_its_own_is_asked_for_it_by_a_whole_step_too(tmp_path: Path) -> None:
+    """Stored as its items, it would lose what it knows beside them."""
+    saved = Remembering(rounds=3)
+    saved.best = 0.75
+    with dcpfs.DistributedCheckpointer(dcpfs.CheckpointConfig(save_dir=str(tmp_path), async_mode="disabled")) as step:
+        step.save_state(5, {"model": {"w": torch.ones(2)}, "game": {"player": saved}})
+    loaded = Remembering(rounds=0)
+    with dcpfs.DistributedCheckpointer(dcpfs.CheckpointConfig(save_dir=str(tmp_path))) as step:
+        step.load_state({"model": {"w": torch.zeros(2)}, "game": {"player": loaded}})
+    assert (dict(loaded), loaded.best) == ({"rounds": 3}, 0.75)
