@@ -317,7 +317,7 @@ def test_what_nobody_takes_of_the_trainers_state_is_a_warning(save_dir: str, cap
     ]
 
 
-class Remembering(dict[str, Any]):
+class ScoreBoard(dict[str, Any]):
     """A dict that knows more than its items."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -335,11 +335,11 @@ class Remembering(dict[str, Any]):
 
 def test_case_20_a_mapping_with_a_state_of_its_own_is_asked_for_it_by_a_whole_step_too(tmp_path: Path) -> None:
     """Stored as its items, it would lose what it knows beside them."""
-    saved = Remembering(rounds=3)
+    saved = ScoreBoard(rounds=3)
     saved.best = 0.75
-    with dcpfs.DistributedCheckpointer(dcpfs.CheckpointConfig(save_dir=str(tmp_path), async_mode="disabled")) as step:
+    with dcpfs.DistributedCheckpointer(dcpfs.CheckpointConfig(save_dir=str(tmp_path))) as step:
         step.save_state(5, {"model": {"w": torch.ones(2)}, "game": {"player": saved}})
-    loaded = Remembering(rounds=0)
+    loaded = ScoreBoard(rounds=0)
     with dcpfs.DistributedCheckpointer(dcpfs.CheckpointConfig(save_dir=str(tmp_path))) as step:
         step.load_state({"model": {"w": torch.zeros(2)}, "game": {"player": loaded}})
     assert (dict(loaded), loaded.best) == ({"rounds": 3}, 0.75)
