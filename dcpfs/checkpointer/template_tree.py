@@ -99,7 +99,9 @@ def build_tree(stored: Mapping[str, StoredValue], live: Mapping[str, object]) ->
         else:
             unknown[key] = value
             continue
-        _place(root, steps, leaf if key in leaves else placeholder(value), live)
+        # A list that a live plain value stood in where a tensor was saved would be taken for one value.
+        closes = value.shape is not None and not isinstance(leaf, torch.Tensor) and any(step[1] for step in steps)
+        _place(root, steps, placeholder(value) if key not in leaves or closes else leaf, live)
     for key, steps in _guess(unknown, live).items():
         _place(root, steps, placeholder(unknown[key]), live)
     return cast("dict[str, object]", root)

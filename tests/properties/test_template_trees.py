@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dcpfs.checkpointer.stored_value import StoredValue
@@ -55,6 +55,8 @@ def _flat(state: dict[str, Any]) -> bool:
 
 
 @settings(max_examples=150, deadline=None)
+@example({"a": [torch.arange(0, dtype=torch.int16)]}, {"a": {0: None}})
+@example({"a": [torch.arange(2, dtype=torch.int16)]}, {"a": [None, torch.arange(2, dtype=torch.int16)]})
 @given(_STATES.filter(_flat), _STATES.filter(_flat))
 def test_an_empty_live_state_gets_what_was_saved_and_any_other_does_too(
     state: dict[str, Any], live: dict[str, Any]

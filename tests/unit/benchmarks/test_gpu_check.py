@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def test_all_checks_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_copy_that_is_not_made_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stage(arena: Arena, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def stage(arena: Arena, tensors: list[torch.Tensor], *, first: Collection[int] = ()) -> list[torch.Tensor]:
         return tensors  # nothing is copied
 
     monkeypatch.setattr(Arena, "stage", stage)
