@@ -19,7 +19,7 @@ from dcpfs.checkpointer.layout import DATALOADER, check_key, rank_file_name
 from dcpfs.checkpointer.parts import StateHolder, find_topology, state_of
 from dcpfs.checkpointer.rank_state import encode_rank_state
 from dcpfs.checkpointer.step_plan import LocalStep, plan_step
-from dcpfs.dcp.stateful import is_stateful
+from dcpfs.dcp.stateful import own_state
 from dcpfs.errors import ConfigError
 
 __all__ = ["plan_states"]
@@ -70,7 +70,7 @@ def plan_states(
             else:
                 relied_on.append(f"{DATALOADER}/{rank_file_name(file_rank)}")
         elif isinstance(state, Mapping):
-            nested[check_key(key)] = {name: _asked(value) for name, value in state.items()}
+            nested[check_key(key)] = {name: own_state(value) for name, value in state.items()}
         else:
             raise ConfigError(f"can't save {key!r}: its state is a {type(state).__name__} and no mapping")
     return plan_step(
@@ -85,11 +85,6 @@ def plan_states(
         relied_on=relied_on,
         parameters=parameters,
     )
-
-
-def _asked(value: object) -> object:
-    """A value of a mapping, or the state of an object there, as torch's own save asks for it."""
-    return value.state_dict() if is_stateful(value) else value
 
 
 def _as_number(metric: object, iteration: int) -> float | None:

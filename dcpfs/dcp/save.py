@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from dcpfs.config import RetryConfig, TransferConfig, Trust
 from dcpfs.dcp.save_planner import SavePlanner
-from dcpfs.dcp.stateful import is_stateful
+from dcpfs.dcp.stateful import own_state
 from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import ConfigError, DcpfsError
 from dcpfs.ranks import Ranks, warn_if_not_joined
@@ -135,7 +135,7 @@ def _plan_locally(
 ) -> SavePlan:
     if not isinstance(state_dict, Mapping):
         raise ConfigError(f"can't save a {type(state_dict).__name__}: the state must be a mapping of keys to values")
-    state = {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
+    state = {key: own_state(value) for key, value in state_dict.items()}
     meta = writer.storage_meta()
     planner.set_up_planner(state, storage_meta=meta, is_coordinator=ranks.is_coordinator)
     writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)

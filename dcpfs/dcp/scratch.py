@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import mmap
 
+from dcpfs.storage.file_bytes import map_private
+
 __all__ = ["ScratchPool"]
 
 _MAPPED_FROM_BYTES = 1 << 20
@@ -80,8 +82,7 @@ class _Loan:
 def _fresh(size_bytes: int) -> memoryview:
     if size_bytes < _MAPPED_FROM_BYTES:
         return memoryview(bytearray(size_bytes))
-    # Private: shared memory, the default, would let a forked process write into its parent's buffers.
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = map_private(size_bytes)
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
         with contextlib.suppress(OSError):  # a kernel that was built without

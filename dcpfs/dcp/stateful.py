@@ -16,7 +16,7 @@ from typing import TypeGuard
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["is_stateful"]
+__all__ = ["is_stateful", "own_state"]
 
 _NEVER = frozenset({dict, list, tuple, str, bytes, int, float, bool, type(None)})
 _METHODS = ("state_dict", "load_state_dict")
@@ -28,3 +28,8 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
         return False
     owner = type(value) if isinstance(value, (Mapping, list, tuple)) else value
     return all(callable(getattr(owner, name, None)) for name in _METHODS)
+
+
+def own_state(value: object) -> object:
+    """What is saved of a top-level value: the state it gives when asked, or itself."""
+    return value.state_dict() if is_stateful(value) else value

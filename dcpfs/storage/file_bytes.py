@@ -28,7 +28,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 from dcpfs.storage.store import Buffer
 
-__all__ = ["BLOCK_BYTES", "BounceBuffers", "DirectWriter", "gains_from_direct_writes", "read_at", "reserve", "write_at"]
+__all__ = [
+    "BLOCK_BYTES",
+    "BounceBuffers",
+    "DirectWriter",
+    "gains_from_direct_writes",
+    "map_private",
+    "read_at",
+    "reserve",
+    "write_at",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -84,6 +93,14 @@ def reserve(fd: int, size_bytes: int) -> None:
                 raise
 
 
+def map_private(size_bytes: int) -> mmap.mmap:
+    """Fresh memory, aligned to pages and not touched yet.
+
+    Shared memory, the default, would let a forked process write into its parent's buffers.
+    """
+    return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class BounceBuffers:
     """Aligned buffers for direct writes, reused. Thread-safe; as many as threads that write at once.
 
@@ -101,8 +118,7 @@ class BounceBuffers:
         try:
             return self._free.pop()
         except IndexError:
-            # Private: shared memory, the default, would let a forked process write into its parent's buffers.
-            return memoryview(mmap.mmap(-1, _BOUNCE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            return memoryview(map_private(_BOUNCE_BYTES))
 
     def give_back(self, buffer: memoryview) -> None:
         """Return a borrowed buffer."""

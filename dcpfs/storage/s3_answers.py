@@ -11,10 +11,12 @@ elsewhere, and is a failure of the way, which passes.
 from __future__ import annotations
 
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
+from typing import cast
 
 from dcpfs.storage.translate import ResponseError
 
-__all__ = ["is_foreign", "not_the_stores", "parse_error"]
+__all__ = ["headers_of", "is_foreign", "is_text_404", "not_the_stores", "parse_error"]
 
 
 def parse_error(body: bytes) -> tuple[str, str]:
@@ -34,6 +36,17 @@ def parse_error(body: bytes) -> tuple[str, str]:
 def is_foreign(status: int, body: bytes) -> bool:
     """Whether an answer that something is not there is somebody else's than the store's."""
     return status == 404 and bool(body.strip()) and not parse_error(body)[0]
+
+
+def headers_of(response: Mapping[str, Mapping[str, object]]) -> Mapping[str, str]:
+    """The headers of an answer as botocore parsed it."""
+    return cast("Mapping[str, str]", response.get("ResponseMetadata", {}).get("HTTPHeaders") or {})
+
+
+def is_text_404(response: Mapping[str, Mapping[str, object]]) -> bool:
+    """Whether an answer that botocore parsed is a 404 without a code of the store's, and of a type that pages have."""
+    is_absent = response.get("Error", {}).get("Code") == "404"
+    return is_absent and headers_of(response).get("content-type", "").startswith("text/")
 
 
 def not_the_stores(status: int, reason: str) -> ResponseError:

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from dcpfs.config import RetryConfig
 from dcpfs.errors import ConfigError
 from dcpfs.storage.location import Location
-from dcpfs.storage.s3_answers import not_the_stores
+from dcpfs.storage.s3_answers import headers_of, is_text_404, not_the_stores
 from dcpfs.storage.s3_clients import CLIENTS, S3Client, client_key, close_client, run_on_loop
 from dcpfs.storage.s3_http import HttpPool, Proxy
 from dcpfs.storage.s3_redirects import refuse_other_domains, without_redirects
@@ -343,10 +343,8 @@ class S3Session:
 def _outcome(failure: BaseException) -> BaseException:
     """The failure of an operation. One without a code of the store's, though with a page, is not the store's."""
     response = getattr(failure, "response", None)
-    if isinstance(response, Mapping) and response.get("Error", {}).get("Code") == "404":
-        headers = response.get("ResponseMetadata", {}).get("HTTPHeaders") or {}
-        if headers.get("content-length") != "0" and headers.get("content-type", "").startswith("text/"):
-            return not_the_stores(404, "Not Found")
+    if isinstance(response, Mapping) and is_text_404(response) and headers_of(response).get("content-length") != "0":
+        return not_the_stores(404, "Not Found")
     return failure
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from dcpfs.errors import StorageError, TransferSizeError
-from dcpfs.storage.s3_answers import is_foreign, not_the_stores, parse_error
+from dcpfs.storage.s3_answers import is_foreign, is_text_404, not_the_stores, parse_error
 from dcpfs.storage.s3_http import HttpRequest, Scatter
 from dcpfs.storage.s3_session import S3Session
 from dcpfs.storage.s3_signing import PartSigner, S3Signer
@@ -268,9 +268,7 @@ def _response_error(response: http.client.HTTPResponse) -> ResponseError:
 
 
 def _hides_its_cause(response: Mapping[str, Mapping[str, object]]) -> bool:
-    code = response.get("Error", {}).get("Code")
-    headers = cast("Mapping[str, str]", response.get("ResponseMetadata", {}).get("HTTPHeaders") or {})
-    return code in ("400", "403") or (code == "404" and headers.get("content-type", "").startswith("text/"))
+    return response.get("Error", {}).get("Code") in ("400", "403") or is_text_404(response)
 
 
 def _names_region(response: http.client.HTTPResponse) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from benchmarks.measuring import Meter
 
@@ -17,24 +19,31 @@ for line in sys.stdin:
 """
 
 
-def test_cpu_of_a_child_that_lives_on_is_counted_and_only_that_of_the_call() -> None:
+@contextmanager
+def _child(code: str) -> Iterator[Callable[[], None]]:
+    """A process that does its work once for each call, and ends with the block."""
     with subprocess.Popen(
-        [sys.executable, "-c", _WORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
+        stdin, stdout = child.stdin, child.stdout
 
         def work() -> None:
-            print(file=child.stdin, flush=True)
-            assert child.stdout is not None
-            child.stdout.readline()
+            print(file=stdin, flush=True)
+            stdout.readline()
 
+        yield work
+        stdin.close()
+
+
+def test_cpu_of_a_child_that_lives_on_is_counted_and_only_that_of_the_call() -> None:
+    with _child(_WORK) as work:
         work()  # before the clock
         with Meter() as busy:
             work()
         with Meter() as idle:
             pass
-        child.stdin.close()
     assert 0.25 <= busy.cost.cpu_seconds < 2
     assert idle.cost.cpu_seconds < 0.2
 
@@ -68,23 +77,12 @@ for line in sys.stdin:
 
 
 def test_memory_that_a_child_needed_is_in_the_peak_and_not_in_the_next_one() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", _MEMORY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-
-        def work() -> None:
-            print(file=child.stdin, flush=True)
-            assert child.stdout is not None
-            child.stdout.readline()
-
+    with _child(_MEMORY) as work:
         work()  # what it holds for good is there before the clock
         with Meter() as busy:
             work()
         with Meter() as idle:
             pass
-        child.stdin.close()
     if busy.cost.peak_extra_bytes is not None and idle.cost.peak_extra_bytes is not None:
         assert busy.cost.peak_extra_bytes >= 60 << 20
         assert idle.cost.peak_extra_bytes < 8 << 20
