@@ -191,7 +191,8 @@ class RetryConfig(FrozenConfig):
     for every fourth request, so a store that asks to slow down for half a minute fails nearly every save of many
     parts."""
     first_contact_attempts: Annotated[int, Field(ge=1, le=100)] = 10
-    """The same, at most, as long as the store has never answered: a wrong host or port is told in half a minute."""
+    """The same, at most, as long as the store has never answered this process: a wrong host or port is told in
+    half a minute."""
     deadline_seconds: Annotated[float, Field(gt=0)] = 300.0
     """Total time for one request with all its tries. S3 asks to slow down for minutes at scale;
     s3fs gives up after about 2 s (s3fs PR #865). Where a file can only be copied to its name, since the filesystem has

@@ -34,6 +34,7 @@ from dcpfs.checkpointer.save_orders import Joined, Meeting, SaveDone, SaveOrder,
 from dcpfs.checkpointer.saver import SaveRequest, run_save
 from dcpfs.errors import CheckpointError
 from dcpfs.ranks import Ranks, portable_error
+from dcpfs.storage.contacts import Contact
 
 __all__ = ["serve"]
 
@@ -149,6 +150,8 @@ class _Worker:
                 self._context = dataclasses.replace(
                     self._meeting.context, ranks=self.ranks, still_wanted=self._require_parent
                 )
+                if self._meeting.has_answered:
+                    Contact(self._context.save_dir).note_answer()
             phases = Phases(
                 rank=rank,
                 deadline_seconds=self._meeting.phase_timeout_seconds,

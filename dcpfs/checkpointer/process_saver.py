@@ -38,6 +38,7 @@ from dcpfs.checkpointer.save_orders import Joined, Meeting, SaveDone, SaveOrder,
 from dcpfs.checkpointer.saver import Saver
 from dcpfs.errors import CheckpointError, ConfigError
 from dcpfs.ranks import Ranks, portable_error
+from dcpfs.storage.contacts import Contact
 
 __all__ = ["ProcessSaver"]
 
@@ -284,6 +285,7 @@ class ProcessSaver(FlightSaver):
                     self._phase_timeout_seconds,
                     self._context,
                     os.getpid(),
+                    Contact(self._context.save_dir).has_answered,
                 )
                 descriptor = rendezvous.descriptor
                 crew.process.send(pickle.dumps(meeting), [] if descriptor is None else [descriptor])

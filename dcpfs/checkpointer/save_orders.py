@@ -40,6 +40,7 @@ class Meeting:
         phase_timeout_seconds: When a phase is reported.
         context: With no ranks in it.
         parent_pid: Whose process it is.
+        has_answered: The store has answered the parent before.
     """
 
     address: Address
@@ -49,6 +50,7 @@ class Meeting:
     phase_timeout_seconds: float | None
     context: SaveContext
     parent_pid: int
+    has_answered: bool = False
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ class FsspecStore:
         self._retry = retry or RetryConfig()
         self._traits = traits_of(location)
         self._closed = threading.Event()
-        self._policy = RetryPolicy(self._retry, cancelled=self._closed)
+        self._policy = RetryPolicy(self._retry, cancelled=self._closed, location=location)
         self._plain = uncached(location)
         self._check_characters("open", self._plain.path, self._location.redacted)
         self._made: set[str] = set()

@@ -6,7 +6,7 @@ equal waits make all ranks come back at the same moment. Retrying everything, on
 into a wait of minutes.
 
 Way taken: one policy for all stores, on tenacity: so many attempts (fewer while the store has never answered, since
-then host or port are wrong, most likely), within so many seconds, with full jitter
+then host or port are wrong, most likely: see `contacts`), within so many seconds, with full jitter
 (a random wait between nothing and a bound that doubles), never less than the store asked for. Whether to try
 again is what `dcpfs.storage.translate` makes of the exception, by code or type. A credential that expired is
 renewed once, and the request sent again at once. What is run must be safe to run twice.
@@ -28,7 +28,8 @@ import tenacity
 
 from dcpfs.config import RetryConfig
 from dcpfs.errors import DcpfsError, StorageError, StorageTimeoutError
-from dcpfs.storage.location import redact_text
+from dcpfs.storage.contacts import Contact
+from dcpfs.storage.location import Location, redact_text
 from dcpfs.storage.translate import Classified, FailureKind, classify, has_answered
 
 __all__ = ["RetryPolicy"]
@@ -49,6 +50,7 @@ class RetryPolicy:
             upload can be aborted.
         sleep: Waits so many seconds. By default it wakes up when ``cancelled`` is set.
         clock: Seconds that only go up.
+        location: Where requests go: what other policies of this process heard from there counts too.
     """
 
     def __init__(
@@ -58,11 +60,12 @@ class RetryPolicy:
         cancelled: threading.Event | None = None,
         sleep: Callable[[float], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        location: Location | None = None,
     ) -> None:
         self._config = config or RetryConfig()
         self._cancelled = cancelled or threading.Event()
         self._sleep = sleep or self._cancelled.wait
-        self._answered = False
+        self._contact = Contact(location)
         self._clock = clock
         self._backoff = tenacity.wait_random_exponential(
             multiplier=self._config.initial_backoff_seconds, max=self._config.max_backoff_seconds
@@ -104,7 +107,7 @@ class RetryPolicy:
         except Exception as exception:  # noqa: BLE001 - handed over as what it means
             request = _Request(self, verb, target, scrub, started_seconds, exception)
         else:
-            self._answered = True
+            self._contact.note_answer()
             return result
         return request.go_on(operation, refresh)
 
@@ -113,7 +116,7 @@ class RetryPolicy:
     @property
     def has_answered(self) -> bool:
         """Whether the store has ever said something."""
-        return self._answered
+        return self._contact.has_answered
 
     @property
     def is_cancelled(self) -> bool:
@@ -124,11 +127,11 @@ class RetryPolicy:
     def most_attempts(self) -> int:
         """Of a request, by what is known of the store."""
         config = self._config
-        return config.attempts if self._answered else min(config.attempts, config.first_contact_attempts)
+        return config.attempts if self._contact.has_answered else min(config.attempts, config.first_contact_attempts)
 
     def note_answer(self) -> None:
         """The store is there."""
-        self._answered = True
+        self._contact.note_answer()
 
     def now(self) -> float:
         """Seconds that only go up."""

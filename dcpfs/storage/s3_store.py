@@ -91,7 +91,7 @@ class S3Store:
         self._retry_config = retry or RetryConfig()
         self._session = S3Session(location, self._retry_config, self._transfer_config.concurrency)
         self._transfer = S3Transfer(self._session, S3Signer(self._session))
-        self._policy = RetryPolicy(self._retry_config)
+        self._policy = RetryPolicy(self._retry_config, location=location)
         self._prefix = f"{self._session.prefix}/" if self._session.prefix else ""
         self._bucket_asked = False
         self._conditions = _Conditions.UNKNOWN

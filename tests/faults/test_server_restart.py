@@ -20,6 +20,7 @@ import dcpfs
 from dcpfs.config import RetryConfig, TransferConfig
 from dcpfs.errors import CheckpointNotFoundError, IncompleteCheckpointError, StorageError
 from dcpfs.storage import s3_store
+from dcpfs.storage.location import Location
 from dcpfs.storage.retrying import RetryPolicy
 from dcpfs.testing.servers import RcloneServer, S3Server, SeaweedServer
 from dcpfs.testing.tcp_proxy import Cut, Direction, TcpProxy
@@ -112,14 +113,14 @@ def watch(scene: Scene, patch: pytest.MonkeyPatch) -> None:
     """Have the scene told that a request has failed, before its client waits."""
 
     class Watched(RetryPolicy):
-        def __init__(self, config: RetryConfig | None = None) -> None:
+        def __init__(self, config: RetryConfig, location: Location) -> None:
             never = threading.Event()
 
             def wait(seconds: float) -> None:
                 scene.failed.set()
                 never.wait(seconds)
 
-            super().__init__(config, sleep=wait)
+            super().__init__(config, sleep=wait, location=location)
 
     patch.setattr(s3_store, "RetryPolicy", Watched)
 

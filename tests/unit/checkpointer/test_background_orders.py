@@ -22,6 +22,7 @@ from dcpfs.checkpointer.save_orders import Meeting, SaveDone, encode_order
 from dcpfs.checkpointer.staging import stage_step
 from dcpfs.checkpointer.step_plan import plan_step
 from dcpfs.ranks import Ranks
+from dcpfs.storage.contacts import Contact
 from dcpfs.storage.location import Location
 
 
@@ -43,9 +44,10 @@ class Present:
 class Trainer:
     """The side that orders, with a crew as `ProcessSaver` has it."""
 
-    def __init__(self, save_dir: Path) -> None:
+    def __init__(self, save_dir: Path, *, has_answered: bool = False) -> None:
         self.replies = Replies()
-        meeting = Meeting(Address("", 0), 0, 1, 60.0, None, SaveContext(Location(str(save_dir)), Ranks()), os.getpid())
+        context = SaveContext(Location(str(save_dir)), Ranks())
+        meeting = Meeting(Address("", 0), 0, 1, 60.0, None, context, os.getpid(), has_answered)
         self.worker = _Worker(meeting, cast("Channel", self.replies))
         self.worker.watch = cast("object", Present())  # type: ignore[assignment]  # all that is asked of it
         self.crew = _Crew(0)
@@ -119,3 +121,13 @@ def test_case_59_memory_is_never_cut_by_the_plans_of_another_structure(tmp_path:
     trainer.close()
     for each in (first, second):
         each.release()
+
+
+def test_case_82_a_process_knows_what_has_answered_its_parent(tmp_path: Path) -> None:
+    for has_answered in (False, True):
+        save_dir = tmp_path / str(has_answered)
+        trainer, memory = Trainer(save_dir, has_answered=has_answered), arena(0)
+        assert trainer.save(step(1, 64), memory) == ""
+        assert Contact(Location(str(save_dir))).has_answered is has_answered
+        trainer.close()
+        memory.release()

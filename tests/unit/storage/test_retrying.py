@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from dcpfs.config import RetryConfig
 from dcpfs.errors import CredentialsError, ObjectNotFoundError, StorageError, StorageTimeoutError
+from dcpfs.storage import contacts
+from dcpfs.storage.location import Location
 from dcpfs.storage.retrying import RetryPolicy
 from dcpfs.storage.translate import ResponseError
 
@@ -34,7 +36,11 @@ class Clock:
 
 
 def policy(clock: Clock, **limits: float) -> RetryPolicy:
-    return RetryPolicy(RetryConfig.model_validate(limits), sleep=clock.sleep, clock=clock)
+    return policy_at(None, clock, **limits)
+
+
+def policy_at(location: Location | None, clock: Clock, **limits: float) -> RetryPolicy:
+    return RetryPolicy(RetryConfig.model_validate(limits), sleep=clock.sleep, clock=clock, location=location)
 
 
 def failing(times: int, error: Callable[[], Exception]) -> Callable[[], int]:
@@ -226,3 +232,42 @@ def test_case_107_a_name_that_cannot_be_looked_up_is_asked_for_again_where_it_wa
     assert retries.run(lambda: 1, verb="read", target="s3://b/x") == 1
     assert retries.run(failing(3, unknown), verb="read", target="s3://b/x") == 4
     assert len(clock.sleeps) == 3
+
+
+def test_case_82_what_one_store_heard_from_a_service_counts_for_all_that_are_opened_there() -> None:
+    options = {"endpoint_url": "http://one.test:1", "client_kwargs": {"region_name": "x", "verify": False}}
+    known = Location("s3://bucket-of-contacts/runs/1", options)
+    assert policy_at(known, Clock()).run(lambda: 1, verb="read", target="s3://b/x") == 1
+    same = Location(
+        "s3://bucket-of-contacts/runs/2",
+        {"client_kwargs": {"verify": False, "region_name": "x"}, "endpoint_url": "http://one.test:1"},
+    )
+    assert policy_at(same, Clock(), attempts=30).run(failing(20, refused), verb="read", target="s3://b/x") == 21
+    unknown = lambda: socket.gaierror(socket.EAI_NONAME, "Name or service not known")  # noqa: E731 - an error's maker
+    assert policy_at(same, Clock()).run(failing(3, unknown), verb="read", target="s3://b/x") == 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Location("s3://other-bucket-of-contacts/runs", {"endpoint_url": "http://two.test:1"}),
+        Location("s3://bucket-of-contacts/runs", {"endpoint_url": "http://two.test:2"}),
+        Location("s3://bucket-of-contacts/runs"),
+        Location("gs://bucket-of-contacts/runs", {"endpoint_url": "http://two.test:1"}),
+        None,
+    ],
+    ids=["bucket", "endpoint", "no-options", "scheme", "none"],
+)
+def test_what_one_service_said_says_nothing_of_another(other: Location | None) -> None:
+    known = Location("s3://bucket-of-contacts/runs", {"endpoint_url": "http://two.test:1"})
+    policy_at(known, Clock()).run(lambda: 1, verb="read", target="s3://b/x")
+    with pytest.raises(StorageError, match=r"\(10 attempts in "):
+        policy_at(other, Clock(), attempts=30).run(failing(20, refused), verb="read", target="s3://b/x")
+
+
+def test_no_secret_is_kept_of_a_service_that_answered() -> None:
+    secret = "a-secret-nobody-sees"
+    known = Location(f"sftp://user:{secret}@contacts.test/runs", {"password": secret})
+    policy_at(known, Clock()).run(lambda: 1, verb="read", target="sftp://contacts.test/runs")
+    assert secret not in repr(contacts._answered)
+    assert secret.encode() not in b"".join(contacts._answered)
