@@ -18,6 +18,7 @@ Flow: ``policy.run(operation, verb="read", target=str(location))`` → the opera
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 import traceback
@@ -39,6 +40,9 @@ _T = TypeVar("_T")
 _REPEATED = frozenset({FailureKind.TRANSIENT, FailureKind.THROTTLED})
 _QUIET_ATTEMPTS = 2
 """So many failed attempts are daily business; further ones are worth a warning."""
+_RANDOM = random.SystemRandom()
+"""Not the trainer's: drawing from Python's own would shift it with every retry, and ranks that seeded theirs alike, as
+most do, would all come back at the same moment."""
 
 
 class RetryPolicy:
@@ -67,7 +71,7 @@ class RetryPolicy:
         self._sleep = sleep or self._cancelled.wait
         self._contact = Contact(location)
         self._clock = clock
-        self._backoff = tenacity.wait_random_exponential(
+        self._widest_wait = tenacity.wait_exponential(
             multiplier=self._config.initial_backoff_seconds, max=self._config.max_backoff_seconds
         )
 
@@ -143,7 +147,7 @@ class RetryPolicy:
 
     def backoff_seconds(self, state: tenacity.RetryCallState) -> float:
         """A random wait, whose bound doubles with each attempt."""
-        return self._backoff(state)
+        return _RANDOM.uniform(0.0, self._widest_wait(state))
 
 
 class _Request:

@@ -85,7 +85,7 @@ def on_clock(seed: int = 0) -> Iterator[Clock]:
     """Have S3 stores that are opened from here on retry on a clock of their own, with a jitter of that seed."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tenacity.wait.random", random.Random(seed))
+        patch.setattr("dcpfs.storage.retrying._RANDOM", random.Random(seed))
         policy = functools.partial(RetryPolicy, sleep=clock.sleep, clock=clock.read)
         patch.setattr(s3_store, "RetryPolicy", policy)
         yield clock

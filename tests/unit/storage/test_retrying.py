@@ -99,7 +99,7 @@ def test_case_82_the_default_policy_outlasts_a_busy_store_whatever_the_jitter(
     """A save has many requests at once, and one that gives up fails it: most is not enough."""
     for seed in range(300):
         clock, chance = Clock(), random.Random(seed)
-        monkeypatch.setattr("tenacity.wait.random", chance)
+        monkeypatch.setattr("dcpfs.storage.retrying._RANDOM", chance)
 
         def write(clock: Clock = clock) -> float:
             if clock.now < busy_seconds:
@@ -108,6 +108,19 @@ def test_case_82_the_default_policy_outlasts_a_busy_store_whatever_the_jitter(
 
         assert policy(clock).run(write, verb="write", target="s3://b/x") >= busy_seconds
         assert len(clock.sleeps) < 30
+
+
+def test_a_retry_leaves_the_random_numbers_of_training_alone_and_ranks_that_seeded_alike_wait_apart() -> None:
+    waits, streams = [], []
+    for _ in range(2):
+        random.seed(42)
+        clock = Clock()
+        assert policy(clock).run(failing(9, slow_down), verb="read", target="s3://b/x") == 10
+        waits.append(clock.sleeps)
+        streams.append(random.random())
+    random.seed(42)
+    assert streams == [random.random()] * 2
+    assert waits[0] != waits[1]
 
 
 @given(attempts=st.integers(1, 20), deadline_seconds=st.floats(0.01, 1000), asked=st.none() | st.floats(0, 100))
