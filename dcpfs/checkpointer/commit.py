@@ -45,7 +45,6 @@ from dcpfs.checkpointer.layout import (
     KEYS,
     LATEST_NAME,
     MANIFEST_NAME,
-    MODEL,
     WRITING_NAME,
     check_iteration,
     parse_latest,
@@ -406,18 +405,13 @@ def _require_replaceable(claim: Claim, status: StepStatus) -> None:
     Raises:
         CheckpointExistsError: Training can go on from the step, and not from what would stand there then.
     """
-    others = _holds_beside_model(status)
+    others = status.beside_model
     if claim.exports and others:
         raise CheckpointExistsError(
             f"can't save the model alone to {status.url}: a step stands there that also holds {', '.join(others)}, and "
             "training could not go on from it any more; save the model under another iteration, or with "
             "save_checkpoint to a URL of its own"
         )
-
-
-def _holds_beside_model(status: StepStatus) -> list[str]:
-    """The keys of a step without the model: none in what a closing save left for others to use."""
-    return [key for key in (*status.keys, *status.rank_files) if key != MODEL]
 
 
 def _require_another(store: Store, iteration: int, standing: StepStatus) -> None:
@@ -430,7 +424,7 @@ def _require_another(store: Store, iteration: int, standing: StepStatus) -> None
     others = {parse_step_name(name) for name in store.list_directories()} if store.capabilities.listable else {latest}
     for other in sorted((each for each in others if each not in (None, iteration)), reverse=True):
         found = check_step(store, other, named=other == latest)
-        if found.is_complete and (_holds_beside_model(found) or not _holds_beside_model(standing)):
+        if found.is_complete and (found.beside_model or not standing.beside_model):
             return
     raise CheckpointExistsError(
         f"can't overwrite {store.location.join(step_name(iteration)).redacted}: it is the only complete step, and if "

@@ -227,7 +227,8 @@ class CheckpointConfig(FrozenConfig):
     on_existing: OnExisting = OnExisting.OVERWRITE
     """What `save` does when the step stands already, e.g. after a roll back."""
     keep_last: _Count | None = None
-    """How many of the newest committed steps to keep. None: all, since nothing is deleted unasked."""
+    """How many of the newest committed steps to keep, and of those that hold more than the model. None: all, since
+    nothing is deleted unasked."""
     keep_every: _Count | None = None
     """Keep every step whose iteration is divisible by this, besides."""
     keep_best: _Count | None = None

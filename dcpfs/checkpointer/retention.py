@@ -7,13 +7,18 @@ Problem: retention that sorts directory names deletes users' backups (case 37), 
 Way taken: `choose_removals` decides, a pure function over facts that `check_step` found. Only committed steps count;
 only steps of ours, by strict names, are touched; what nobody can vouch for stays. A step that is newer than the one
 just saved comes from before a rollback: whoever rolled back may want it still, so it stays until training has passed
-it. The step that ``latest_checkpoint.txt`` names stays whatever the rules say.
+it. The step that ``latest_checkpoint.txt`` names stays whatever the rules say. Steps that hold the model alone take no
+place of those that training can go on from: of these as many stay as if there were no others.
 
 A step is removed so that it can't be taken for a whole one at any moment, and so that what is left after a crash is
 swept the next time::
 
     last look: protected? named by latest? still what was counted? newest step still there?
-    .writing  →  manifest.json away  →  every .metadata  →  data, and what killed writers left  →  .writing away
+    .writing  →  protected by now?  →  manifest.json away  →  every .metadata  →  data, and what killed writers left
+    →  .writing away
+
+Who protects a step puts the mark, and then looks for ``.writing`` and for the manifest; who removes one looks for the
+mark after ``.writing``. One of both sees the other, so a step that was protected without an error is not removed.
 
 Files below a step that dcpfs does not make are users' and stay. Whatever fails is a warning and is tried again after
 the next save: room is never worth a run.
@@ -36,6 +41,7 @@ from dcpfs.checkpointer.layout import (
     WRITING_NAME,
     step_name,
 )
+from dcpfs.checkpointer.ownership import read_owner
 from dcpfs.checkpointer.step_files import is_data_file, is_metadata_file, is_own_file, is_rank_file
 from dcpfs.checkpointer.step_status import StepState, StepStatus
 from dcpfs.errors import CheckpointNotFoundError, ConfigError, PermissionDeniedError, StorageError
@@ -57,7 +63,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _ASKED_AT_ONCE = 8
-_REMOVER = b"removed by retention\n"
+_REMOVER = "removed by retention"
+_PROTECTED = b"protected\n"
 
 
 class StepKind(Enum):
@@ -82,11 +89,13 @@ class StepFacts:
         iteration: Of the step.
         kind: What it is.
         metric: What it was saved with, or None.
+        resumable: Training can go on from it: it holds more than the model.
     """
 
     iteration: int
     kind: StepKind
     metric: float | None = None
+    resumable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +105,7 @@ class RetentionPolicy:
     The newest committed step and protected ones are kept in any case.
 
     Attributes:
-        keep_last: The last so many.
+        keep_last: The last so many, and the last so many of those that hold more than the model.
         keep_every: Those whose iteration is divisible by this.
         keep_best: The so many with the best metric. Steps without one are not among them.
         best_mode: Which metric is better.
@@ -177,7 +186,8 @@ def choose_removals(
     passed = [each for each in committed if each.iteration <= newest]
     kept = {newest, *protected}
     last = [each.iteration for each in passed[: keep_last or 1]]
-    kept.update(last)
+    last_resumable = [each.iteration for each in passed if each.resumable][: keep_last or 1]
+    kept.update(last, last_resumable)
     kept.update(each.iteration for each in facts if keep_every and each.iteration % keep_every == 0)
     kept.update(_choose_best(passed, keep_best or 0, best_mode))
     keeps_all = keep_last is None and keep_every is None and keep_best is None
@@ -189,7 +199,8 @@ def choose_removals(
             goes = False
         elif each.kind is StepKind.DAMAGED:
             # It does not count, so it must be older than all that are counted, and they must be enough.
-            goes = each.iteration not in kept and each.iteration < last[-1] and len(last) == (keep_last or 1)
+            counted = last_resumable if each.resumable else last
+            goes = each.iteration not in kept and len(counted) == (keep_last or 1) and each.iteration < counted[-1]
         else:
             goes = each.iteration not in kept and each.iteration < newest
         if goes:
@@ -252,7 +263,7 @@ def protect_step(store: Store, iteration: int) -> None:
     """Keep retention away from a step until `unprotect_step`. May be called from anywhere at any time.
 
     Raises:
-        CheckpointNotFoundError: There is no such step.
+        CheckpointNotFoundError: There is no such step, or it is being removed.
         StorageError: The store failed.
     """
     path = step_name(iteration)
@@ -260,7 +271,16 @@ def protect_step(store: Store, iteration: int) -> None:
         raise CheckpointNotFoundError(
             f"protecting {store.location.join(path)}: there is no such step; protect one that was saved"
         )
-    store.put(f"{path}/{PROTECTED_NAME}", [b"protected\n"])
+    mark, manifest = f"{path}/{PROTECTED_NAME}", f"{path}/{MANIFEST_NAME}"
+    was_committed = store.exists(manifest)
+    store.put(mark, [_PROTECTED])
+    # In this order: a removal that begins after the first look finds the mark.
+    if _is_marked(store, iteration) or (was_committed and not store.exists(manifest)):
+        store.delete([mark])
+        raise CheckpointNotFoundError(
+            f"protecting {store.location.join(path)}: it is being removed, or was when retention died there; protect "
+            "another step"
+        )
 
 
 def unprotect_step(store: Store, iteration: int) -> None:
@@ -270,6 +290,11 @@ def unprotect_step(store: Store, iteration: int) -> None:
         StorageError: The store failed.
     """
     store.delete([f"{step_name(iteration)}/{PROTECTED_NAME}"])
+
+
+def _is_marked(store: Store, iteration: int) -> bool:
+    """Whether ``.writing`` is retention's."""
+    return read_owner(store, iteration) == _REMOVER
 
 
 class _Run:
@@ -314,7 +339,7 @@ class _Run:
             return
         self._newest = anchor.iteration
         facts = {anchor.iteration: anchor}
-        for each in self._gather([each for each in reversed(iterations) if each < anchor.iteration]):
+        for each in self._gather(anchor, [each for each in reversed(iterations) if each < anchor.iteration]):
             facts[each.iteration] = each
         policy = self._policy
         removals = choose_removals(
@@ -347,9 +372,9 @@ class _Run:
                 return facts
         return None
 
-    def _gather(self, iterations: Sequence[int]) -> Iterator[StepFacts]:
+    def _gather(self, anchor: StepFacts, iterations: Sequence[int]) -> Iterator[StepFacts]:
         """Facts of older steps, newest first, with a look at each that matters."""
-        counted = 1
+        counted = int(anchor.resumable)
         with ThreadPoolExecutor(_ASKED_AT_ONCE, "dcpfs-retention") as pool:
             for start in range(0, len(iterations), _ASKED_AT_ONCE):
                 batch = iterations[start : start + _ASKED_AT_ONCE]
@@ -358,7 +383,7 @@ class _Run:
                 found = dict(zip(looks, pool.map(self._look, looks), strict=True))
                 for iteration in batch:
                     facts = found[iteration] if iteration in found else self._settled[iteration]
-                    counted += facts.kind is StepKind.COMMITTED
+                    counted += facts.kind is StepKind.COMMITTED and facts.resumable
                     yield facts
 
     def _look(self, iteration: int) -> StepFacts:
@@ -370,7 +395,8 @@ class _Run:
         if status.state is StepState.OUTSIDE:
             self.failures[iteration] = status.reason
             return StepFacts(iteration, StepKind.UNKNOWN)
-        facts = StepFacts(iteration, _kind_of(status), status.manifest.metric if status.manifest else None)
+        metric = status.manifest.metric if status.manifest else None
+        facts = StepFacts(iteration, _kind_of(status), metric, bool(status.beside_model))
         if status.manifest is not None:
             self._save_ids[iteration] = status.manifest.save_id
         if status.is_protected:
@@ -404,9 +430,14 @@ class _Run:
             # With its marker gone a step looks like another tool's. This one says that what is left of it is ours. A
             # full store may refuse it, and needs the room the more.
             try:
-                self._store.put(writing, [_REMOVER])
+                self._store.put(writing, [f"{_REMOVER}\n".encode()])
             except StorageError as error:
                 logger.debug("%s is removed without a mark: %s", step, error)
+            if self._is_protected(iteration):
+                if _is_marked(self._store, iteration):
+                    self._store.delete([writing])
+                self._spared[iteration] = "it is protected"
+                return
             self._store.delete([manifest])
         own = set(status.manifest.files) if status.manifest is not None else set()
         names = sorted(name for name in status.files if name in own or is_own_file(name))
@@ -435,9 +466,10 @@ class _Run:
         newest = step_name(self._newest)
         if not self._store.exists(f"{newest}/{MANIFEST_NAME}") or self._store.exists(f"{newest}/{WRITING_NAME}"):
             return f"{newest} is being overwritten or removed"
-        if self._store.exists(f"{step_name(iteration)}/{PROTECTED_NAME}"):
-            return "it is protected"
-        return ""
+        return "it is protected" if self._is_protected(iteration) else ""
+
+    def _is_protected(self, iteration: int) -> bool:
+        return self._store.exists(f"{step_name(iteration)}/{PROTECTED_NAME}")
 
 
 def _kind_of(status: StepStatus) -> StepKind:

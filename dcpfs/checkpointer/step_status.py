@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from dcpfs.checkpointer.layout import PROTECTED_NAME
+from dcpfs.checkpointer.layout import MODEL, PROTECTED_NAME
 from dcpfs.checkpointer.manifest import Manifest
 from dcpfs.storage.location import Location
 
@@ -86,6 +86,11 @@ class StepStatus:
     def is_protected(self) -> bool:
         """Whether a marker keeps retention away, when it was looked at."""
         return PROTECTED_NAME in self.files
+
+    @property
+    def beside_model(self) -> tuple[str, ...]:
+        """The keys that it holds without the model: none in what a closing save left for others to use."""
+        return tuple(key for key in (*self.keys, *self.rank_files) if key != MODEL)
 
     @property
     def size_bytes(self) -> int:

@@ -71,11 +71,22 @@ class Scene:
             list(pool.map(self.put, files, files.values()))
 
     def commit(
-        self, iteration: int, *, metric: float | None = None, count: int = 2, size_bytes: int = 500, latest: bool = True
+        self,
+        iteration: int,
+        *,
+        metric: float | None = None,
+        count: int = 2,
+        size_bytes: int = 500,
+        latest: bool = True,
+        exports: bool = False,
     ) -> Manifest:
-        """One of our own steps: data files, metadata, a rank file, the manifest last."""
-        names = [f"model/__0_{number}.distcp" for number in range(count)]
-        names += ["model/.metadata", "trainer/.metadata", "trainer/__0_0.distcp", "dataloader/rank_0.pkl"]
+        """One of our own steps: data files, metadata, a rank file, the manifest last; with ``exports`` the model alone.
+
+        Such a step is never named by ``latest_checkpoint.txt``.
+        """
+        names = [f"model/__0_{number}.distcp" for number in range(count)] + ["model/.metadata"]
+        if not exports:
+            names += ["trainer/.metadata", "trainer/__0_0.distcp", "dataloader/rank_0.pkl"]
         files = {name: f"{iteration} {name} ".encode() * (size_bytes // 10) for name in names}
         step = step_name(iteration)
         self.put_all({f"{step}/{name}": content for name, content in files.items()})
@@ -84,12 +95,12 @@ class Scene:
             iteration,
             1,
             {name: FileRecord(len(content), zlib.crc32(content)) for name, content in files.items()},
-            ("model", "trainer"),
-            {"dataloader": {0: "dataloader/rank_0.pkl"}},
+            ("model",) if exports else ("model", "trainer"),
+            {} if exports else {"dataloader": {0: "dataloader/rank_0.pkl"}},
             metric=metric,
         )
         self.put(f"{step}/{MANIFEST_NAME}", encode_manifest(manifest))
-        if latest:
+        if latest and not exports:
             self.name_latest(iteration)
         return manifest
 

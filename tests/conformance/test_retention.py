@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from dcpfs.checkpointer.retention import (
 from dcpfs.errors import CheckpointNotFoundError, PermissionDeniedError
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
-from dcpfs.storage.store import Buffer, ObjectInfo
+from dcpfs.storage.store import Buffer, ObjectInfo, Store
 from dcpfs.testing.faulty import Aftermath, FaultPlan, FaultyStore, Moment
 from dcpfs.testing.recording import RecordingStore
 from tests.conformance.step_scene import Scene, TurningStore
@@ -137,10 +137,93 @@ def test_case_38_markers_are_read_again_at_the_last_second(scene: Scene) -> None
     assert (report.removed, report.spared) == ((2,), {1: "it is protected"})
     unprotect_step(scene.store, 1)
 
+    mark = f"iter_000000001/{PROTECTED_NAME}"
+    late = _Later(scene.store, "exists", mark, lambda: protect_step(scene.store, 1))
+    report = apply_retention(late, KEEP_1)
+    assert (report.removed, report.spared) == ((), {1: "it is protected"})
+    assert check_step(scene.store, 1).is_complete
+    assert f"iter_000000001/{WRITING_NAME}" not in scene.names()
+    unprotect_step(scene.store, 1)
+
     rolled_back = _CountingTurn(scene)
     report = apply_retention(rolled_back, KEEP_1)
     assert (report.removed, report.spared) == ((), {1: "latest_checkpoint.txt names it"})
     assert choose_step(scene.store).status == check_step(scene.store, 1)
+
+
+class _Later(TurningStore):
+    """Lets it happen right after the call."""
+
+    def exists(self, path: str) -> bool:
+        found = RecordingStore.exists(self, path)
+        self._before("exists", path)
+        return found
+
+
+@pytest.mark.parametrize("moment", ["look", "mark", "manifest", "end"])
+def test_who_protects_a_step_that_is_being_removed_is_told(scene: Scene, moment: str) -> None:
+    scene.commit(1)
+    scene.commit(2)
+    refused: list[str] = []
+
+    def remove() -> None:
+        apply_retention(scene.store, KEEP_1)
+
+    def protect() -> None:
+        with pytest.raises(CheckpointNotFoundError, match="it is being removed") as caught:
+            protect_step(scene.store, 1)
+        refused.append(caught.value.message)
+
+    if moment == "look":  # all of the removal between the look of `protect_step` and its mark
+        with pytest.raises(CheckpointNotFoundError, match="it is being removed"):
+            protect_step(_Later(scene.store, "exists", f"iter_000000001/{MANIFEST_NAME}", remove), 1)
+    else:
+        paths = {"mark": f"iter_000000001/{PROTECTED_NAME}", "manifest": MANIFEST_NAME, "end": WRITING_NAME}
+        apply_retention(_Deleting(scene.store, paths[moment], protect), KEEP_1)
+        assert refused
+    assert scene.steps() == names(2)
+
+
+class _Deleting(RecordingStore):
+    """Lets something happen once: after the second question for a path, or right before its deletion."""
+
+    def __init__(self, store: Store, path: str, event: Callable[[], object]) -> None:
+        super().__init__(store)
+        self._path = path
+        self._event: Callable[[], object] | None = event
+        self._asked = 0
+
+    def _happen(self) -> None:
+        event, self._event = self._event, None
+        if event is not None:
+            event()
+
+    def exists(self, path: str) -> bool:
+        found = super().exists(path)
+        self._asked += path == self._path
+        if self._asked == 2:
+            self._happen()
+        return found
+
+    def delete(self, paths: Iterable[str]) -> None:
+        gone = list(paths)
+        if any(path.endswith(f"/{self._path}") for path in gone):
+            self._happen()
+        super().delete(gone)
+
+
+def test_exports_of_the_model_take_no_place_of_what_training_goes_on_from(scene: Scene) -> None:
+    retention = Retention(KEEP_2)
+    for iteration in (1, 2, 3):
+        scene.commit(iteration)
+    for iteration in (4, 5, 6):
+        scene.commit(iteration, exports=True)
+    scene.commit(7)
+    assert retention.apply(scene.store, newest=7).removed == (1, 2, 4, 5)
+    scene.delete(7, "trainer/.metadata")
+    found = choose_step(scene.store, load_step=3).status
+    assert found is not None
+    assert found.beside_model == ("trainer", "dataloader")
 
 
 class _CountingTurn(RecordingStore):

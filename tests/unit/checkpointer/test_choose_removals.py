@@ -76,6 +76,23 @@ def test_a_damaged_step_goes_only_with_those_of_its_age() -> None:
     assert choose_removals([*damaged, *committed([10, 20])]) == []
 
 
+def test_exports_of_the_model_take_no_place_of_what_training_goes_on_from() -> None:
+    exports = [StepFacts(iteration, C, resumable=False) for iteration in (5, 35, 36, 37)]
+    steps = [*committed([10, 20, 30]), *exports]
+    assert choose_removals(steps, keep_last=1) == [5, 10, 20, 35, 36]
+    assert choose_removals(steps, keep_last=2) == [5, 10, 35]
+    assert choose_removals([*steps, StepFacts(40, C)], keep_last=2) == [5, 10, 20, 35, 36]
+    assert choose_removals(exports, keep_last=2) == [5, 35]
+    assert choose_removals(steps, keep_every=7) == [5, 10, 20, 36]
+
+
+def test_a_damaged_step_is_measured_by_those_of_its_kind() -> None:
+    exports = [StepFacts(iteration, C, resumable=False) for iteration in (30, 40)]
+    assert choose_removals([StepFacts(10, D), *exports], keep_last=1) == [30]
+    assert choose_removals([StepFacts(10, D), *committed([20]), *exports], keep_last=1) == [10, 30]
+    assert choose_removals([StepFacts(10, D, resumable=False), *exports], keep_last=1) == [10, 30]
+
+
 @pytest.mark.parametrize("rules", [{}, {"keep_last": 5}, {"keep_every": 1}])
 def test_case_37_leftovers_go_once_they_are_older_than_the_newest_commit(rules: dict[str, int]) -> None:
     steps = [StepFacts(3, L), StepFacts(5, C), StepFacts(7, L), StepFacts(1, U)]
@@ -96,7 +113,7 @@ def test_a_policy_takes_positive_integers(rules: dict[str, int]) -> None:
 
 FACTS = st.dictionaries(
     st.integers(0, 60),
-    st.tuples(st.sampled_from(list(StepKind)), st.none() | st.floats(-10, 10)),
+    st.tuples(st.sampled_from(list(StepKind)), st.none() | st.floats(-10, 10), st.booleans()),
     max_size=25,
 ).map(lambda found: [StepFacts(iteration, *fact) for iteration, fact in found.items()])
 RULE = st.none() | st.integers(1, 6)
@@ -123,6 +140,8 @@ def test_whatever_the_rules_the_newest_and_what_nobody_can_vouch_for_stay(
     counted = [iteration for iteration in whole if iteration <= newest and iteration not in {1, 2} - {newest}]
     assert len(left) >= min(last or 1, len(counted))
     assert {*counted[-(last or 1) :]} <= {*left}
+    resumable = {each.iteration for each in facts if each.resumable}
+    assert {*[each for each in counted if each in resumable][-(last or 1) :]} <= {*left}
     # Applied again to what is left, it finds nothing more: retention settles.
     rest = [each for each in facts if each.iteration not in gone]
     assert not choose_removals(
