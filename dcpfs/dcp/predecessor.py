@@ -8,6 +8,10 @@ Way taken: ``overwrite=False`` refuses before a byte is written (case 106). ``ov
 ``.metadata`` and each rank's own ``__N.metadata``, before the first new byte; from then on nothing is loadable until
 the new marker is put. Data files of a larger world are deleted after that. Only names that a writer makes are ever
 touched.
+
+Without collectives a rank can't know whether another's marker is of the old save or already of the new one, so each
+withdraws its own. Rank 0 also withdraws those of ranks that this world does not have, where nobody can be writing: else
+torch's reader, in a world that is large again, would find them.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from dcpfs.errors import CheckpointExistsError
 from dcpfs.format.names import METADATA_NAME, parse_data_file_name, parse_rank_metadata_name, rank_metadata_name
 from dcpfs.storage.store import Store
 
-__all__ = ["delete_leftovers", "refuse_existing", "withdraw_existing"]
+__all__ = ["delete_leftovers", "refuse_existing", "withdraw_existing", "withdraw_larger_world"]
 
 _logger = logging.getLogger(__name__)
 _THREADS = "dcpfs-markers"
@@ -73,6 +77,26 @@ def withdraw_existing(store: Store, rank: int | None) -> None:
         _logger.warning("overwriting the checkpoint at %s", store.location.redacted)
         store.delete(found[:1])
         store.delete(found[1:])
+
+
+def withdraw_larger_world(store: Store, world_size: int) -> None:
+    """Delete what ranks of an older, larger world saved by themselves. Markers first, then data files.
+
+    Args:
+        store: Where the checkpoint is.
+        world_size: No rank that can be writing now is as high.
+    """
+    if not store.capabilities.listable:
+        return
+    names = [info.path for info in store.list()]
+    ranks = {name: parse_rank_metadata_name(name) for name in names}
+    markers = [name for name, rank in ranks.items() if rank is not None and rank >= world_size]
+    if not markers:
+        return
+    files = [(name, parse_data_file_name(name)) for name in names]
+    store.delete(markers)
+    store.delete([name for name, parsed in files if parsed is not None and parsed.rank >= world_size])
+    _logger.info("deleted what %d ranks of a larger world saved at %s", len(markers), store.location.redacted)
 
 
 def delete_leftovers(store: Store, keep: Collection[str]) -> list[str]:

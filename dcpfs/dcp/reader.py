@@ -139,7 +139,8 @@ class FsspecStorageReader(StorageReader):
 
         Raises:
             CheckpointNotFoundError: There is none.
-            CorruptCheckpointError: It is damaged.
+            CorruptCheckpointError: It is damaged, of another save than that of rank 0, or older than a save without
+                collectives that overwrote its files.
             UntrustedDataError: It holds a class outside the allow-list, or a name that leaves the checkpoint.
         """
         rank = kwargs.get("rank")
@@ -149,8 +150,13 @@ class FsspecStorageReader(StorageReader):
         try:
             data = self._source.read_metadata(rank)
             self._index, metadata = self._source.decode_both(data)
+            if rank is None:
+                self._source.require_newest(data)
+            elif rank > 0:
+                self._source.require_same_save(rank, self._index.rank_save)
             self._metadata = metadata
         except CheckpointNotFoundError as error:
+            self._index = None
             if rank is None:
                 raise
             error = self._source.explain_absence(error)

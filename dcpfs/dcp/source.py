@@ -10,6 +10,7 @@ needed, says plainly that there is no checkpoint, and carries the caller's trust
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, cast
 
@@ -28,11 +29,14 @@ from dcpfs.errors import (
     CorruptCheckpointError,
     DamagedObjectError,
     ObjectNotFoundError,
+    PermissionDeniedError,
 )
 from dcpfs.format.entries import decode_object, decode_tensor_entry
-from dcpfs.format.index import CheckpointIndex, EntryLocation
+from dcpfs.format.index import CheckpointIndex, EntryLocation, RankSave
+from dcpfs.format.index_block import ends_with_index
 from dcpfs.format.metadata import decode_both, decode_index, merge_indexes
 from dcpfs.format.names import METADATA_NAME, parse_rank_metadata_name, rank_metadata_name
+from dcpfs.format.rank_saves import check_one_save, is_beyond
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Store
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
     from dcpfs.torch_private import ExtensionRegistry
 
 __all__ = ["CheckpointSource"]
+
+_logger = logging.getLogger(__name__)
 
 _ALIKE_BYTES = 2048
 """Entries up to this size are decoded once for all with the same bytes: an optimizer has some ten plain values for each
@@ -109,7 +115,7 @@ class CheckpointSource:
             CheckpointNotFoundError: There is neither.
         """
         try:
-            return [self.read_metadata()]
+            found_common = self.read_metadata()
         except CheckpointNotFoundError:
             # Asked first: the URL may be that of a run, with millions of files to list.
             if not self.store.capabilities.listable or not self.store.exists(rank_metadata_name(0)):
@@ -118,7 +124,42 @@ class CheckpointSource:
             found = sorted(rank for rank in ranks if rank is not None)
             if not found:
                 raise
-        return [self.read_metadata(rank) for rank in found]
+            return [self.read_metadata(rank) for rank in found]
+        self.require_newest(found_common)
+        return [found_common]
+
+    def require_newest(self, common: bytes) -> None:
+        """Return when the ``.metadata`` is not older than a save without collectives at the same URL.
+
+        dcpfs's writer removes either before it writes the other. torch's removes neither, and its data files have the
+        same names, so that the older metadata then describes what the newer save wrote.
+
+        Args:
+            common: The ``.metadata``. That of dcpfs has checksums, and is not asked about.
+
+        Raises:
+            CorruptCheckpointError: It is older.
+        """
+        own = rank_metadata_name(0)
+        if ends_with_index(common):
+            return
+        try:
+            if not self.store.exists(own):
+                return
+        except PermissionDeniedError:  # S3's answer for what is absent, where listing is not allowed
+            return
+        times = [self.store.head(name).modified_seconds for name in (METADATA_NAME, own)]
+        if times[0] is None or times[1] is None:
+            _logger.warning(
+                "loading %s: %s and %s stand there, and nothing tells which is newer", self.url, METADATA_NAME, own
+            )
+        elif times[1] > times[0]:
+            raise CorruptCheckpointError(
+                f"loading {self.url}: its {METADATA_NAME} is older than its {own}, of a save without collectives that "
+                "has written files of the same names; delete that of the save that you don't want, or load another "
+                "checkpoint",
+                file=METADATA_NAME,
+            )
 
     def explain_absence(self, error: CheckpointNotFoundError) -> CheckpointNotFoundError:
         """The error of a load that ends here, with the URL that was meant where that can be found out."""
@@ -149,7 +190,27 @@ class CheckpointSource:
     def decode_index(self, *files: bytes) -> CheckpointIndex:
         """The checkpoint's table of contents from `read_all_metadata`."""
         indexes = [decode_index(data, trust=self.trust, url=self.url) for data in files]
-        return indexes[0] if len(indexes) == 1 else merge_indexes(indexes, url=self.url)
+        if len(indexes) == 1 and indexes[0].rank_save is None:
+            return indexes[0]
+        return merge_indexes(indexes, url=self.url)
+
+    def require_same_save(self, rank: int, own: RankSave | None) -> None:
+        """Return when a rank's own metadata is of the save that rank 0 has published, or rank 0 has none.
+
+        Raises:
+            CheckpointNotFoundError: Fewer ranks saved it.
+            CorruptCheckpointError: It is of another save.
+        """
+        try:
+            first = decode_index(self.read_metadata(0), trust=self.trust, url=self.url).rank_save
+        except CheckpointNotFoundError:
+            return
+        if is_beyond(first, rank, own):
+            raise CheckpointNotFoundError(
+                f"no checkpoint of rank {rank} at {self.url}: fewer ranks saved it, and {rank_metadata_name(rank)} is "
+                "left of an older save; load it with as many ranks as saved it, or with dcpfs.load"
+            )
+        check_one_save([first, own], url=self.url)
 
     def decode_both(self, data: bytes) -> tuple[CheckpointIndex, Metadata]:
         """The table of contents, and torch's metadata, of one file."""

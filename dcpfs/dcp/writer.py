@@ -14,7 +14,8 @@ Way taken: DCP's base class alone. Who calls what, in the order of one save::
 
 Every rank waits for ``prepare_global_plan``, so no byte is written before the old marker is gone. Without
 collectives (``use_collectives=False``) each rank is its own coordinator: it refuses, or withdraws, the common
-marker and its own before its first byte, and publishes its own ``__N.metadata``.
+marker and its own before its first byte, and publishes its own ``__N.metadata``, with a note of which save it is of
+(`joint_save`). Rank 0 withdraws those of a larger world, too.
 
 Nothing that belongs to one save travels in ``plan.storage_data``, since torch's plan cache replays it: the file
 prefix follows from the rank. The writer is a value: it can be pickled to another process (``async_save`` with a
@@ -45,13 +46,15 @@ from dcpfs.dcp.agreement import check_replicas
 from dcpfs.dcp.file_checksums import FileChecksums
 from dcpfs.dcp.flatten import STRUCTURE_ATTRIBUTE
 from dcpfs.dcp.item_values import ItemValues
+from dcpfs.dcp.joint_save import begin_joint_save, find_world_size
 from dcpfs.dcp.placement import count_files, place
-from dcpfs.dcp.predecessor import delete_leftovers, refuse_existing, withdraw_existing
+from dcpfs.dcp.predecessor import delete_leftovers, refuse_existing, withdraw_existing, withdraw_larger_world
 from dcpfs.dcp.transfer import ByteBudget
 from dcpfs.dcp.transformed import upload_transformed
 from dcpfs.dcp.upload import Uploader, UploadReport
 from dcpfs.errors import CheckpointExistsError, ObjectExistsError
 from dcpfs.format.collector import paused_collector
+from dcpfs.format.index import RankSave
 from dcpfs.format.metadata import INDEX_MARK, encode_metadata
 from dcpfs.format.names import METADATA_NAME, data_file_name, rank_metadata_name
 from dcpfs.storage.location import Location
@@ -260,9 +263,10 @@ class FsspecStorageWriter(StorageWriter):
         """
         store = self._open()
         name = METADATA_NAME if self._use_collectives else rank_metadata_name(self._rank)
+        joint = None if self._use_collectives else begin_joint_save(self._rank, self._location.redacted)
         try:
             try:
-                encoded, entries = self._encode_metadata(metadata, results)
+                encoded, entries = self._encode_metadata(metadata, results, None if joint is None else joint.note)
                 store.put(name, [encoded], if_absent=not self._overwrite)
             except ObjectExistsError as error:  # and it vouches for files of these very names: nothing is deleted
                 raise CheckpointExistsError(
@@ -273,6 +277,8 @@ class FsspecStorageWriter(StorageWriter):
             except BaseException as error:
                 _undo(store, name, results, error)
                 raise
+            if joint is not None:
+                joint.count_published()
             if self._overwrite and self._use_collectives:
                 _clean_up(store, keep={name, *_files_of(results)})
             self._log_saved()
@@ -323,6 +329,10 @@ class FsspecStorageWriter(StorageWriter):
         store = self._open()
         if self._overwrite:
             withdraw_existing(store, None if self._use_collectives else self._rank)
+            if not self._use_collectives and self._rank == 0 and dist.is_available() and dist.is_initialized():
+                world_size = find_world_size(self._rank)
+                if world_size is not None:
+                    withdraw_larger_world(store, world_size)
         else:
             concurrency = self._transfer.concurrency if store.capabilities.remote else 1
             own = rank_metadata_name(0 if self._use_collectives else self._rank)
@@ -399,7 +409,7 @@ class FsspecStorageWriter(StorageWriter):
         return min(files, store.capabilities.max_open_sinks or files)
 
     def _encode_metadata(
-        self, metadata: Metadata, results: list[list[WriteResult]]
+        self, metadata: Metadata, results: list[list[WriteResult]], rank_save: RankSave | None = None
     ) -> tuple[bytes, list[tuple[MetadataIndex, EntryInfo]]]:
         """Check that every promised entry was written; the content of ``.metadata``, and where each entry lies."""
         with paused_collector():
@@ -409,7 +419,9 @@ class FsspecStorageWriter(StorageWriter):
                 checkpoint_id=self._location.redacted, save_id=self._save_id, modules=[INDEX_MARK]
             )
             structure = getattr(metadata, STRUCTURE_ATTRIBUTE, None)
-            encoded = encode_metadata(metadata, structure=structure, save_id=self._save_id, entries=entries)
+            encoded = encode_metadata(
+                metadata, structure=structure, save_id=self._save_id, entries=entries, rank_save=rank_save
+            )
         return encoded, entries
 
     def _log_saved(self) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["BytesRecord", "CheckpointIndex", "ChunkRecord", "EntryLocation", "TensorRecord"]
+__all__ = ["BytesRecord", "CheckpointIndex", "ChunkRecord", "EntryLocation", "RankSave", "TensorRecord"]
 
 
 class EntryLocation(NamedTuple):
@@ -61,6 +61,20 @@ class BytesRecord(NamedTuple):
     location: EntryLocation
 
 
+class RankSave(NamedTuple):
+    """What a rank that saves without collectives notes of its save.
+
+    Attributes:
+        rank: The rank, in the process group of the save.
+        world_size: No rank of the save is as high. None: not known.
+        name: The same on all ranks of one save, and in no other. None: there was no way to agree about one.
+    """
+
+    rank: int
+    world_size: int | None = None
+    name: str | None = None
+
+
 @dataclass(slots=True)
 class CheckpointIndex:
     """All records by key.
@@ -71,6 +85,7 @@ class CheckpointIndex:
             None for another writer's checkpoint.
         paths: torch's ``planner_data``: FQN to the path of string keys and list positions, where it has one.
         save_id: Id of the save, or None.
+        rank_save: What one rank noted that saved by itself; None: a save with collectives, or another writer's.
         written_by_dcpfs: The records come from dcpfs's own index.
         file_sizes: What `data_files` gives, where that is known already; whoever changes ``records`` clears it.
     """
@@ -81,6 +96,7 @@ class CheckpointIndex:
     save_id: str | None = None
     written_by_dcpfs: bool = False
     file_sizes: dict[str, int] | None = field(default=None, compare=False, repr=False)
+    rank_save: RankSave | None = None
 
     def data_files(self) -> dict[str, int]:
         """Each data file and the least size it must have, in bytes."""

@@ -35,6 +35,7 @@ from dcpfs.errors import CorruptCheckpointError, UntrustedDataError
 from dcpfs.format.checksum import crc32
 from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, TensorRecord
 from dcpfs.format.names import check_relative_name
+from dcpfs.format.rank_saves import decode_rank_save
 
 __all__ = [
     "IndexBlock",
@@ -211,6 +212,7 @@ def _encode_columns(block: IndexBlock) -> dict[str, object]:
     extras = block.extras
     return {
         "save_id": index.save_id,
+        **({} if index.rank_save is None else {"rank_save": index.rank_save}),
         "structure": index.structure,
         "keys": list(index.records),
         "kinds": kinds,
@@ -281,6 +283,7 @@ def _decode_columns(columns: Any) -> IndexBlock:
         save_id=save_id,
         written_by_dcpfs=True,
         file_sizes=sizes,
+        rank_save=decode_rank_save(columns.get("rank_save")),
     )
     return IndexBlock(index, _decode_extras(columns["extras"], tensors))
 

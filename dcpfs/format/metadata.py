@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcpfs.config import Trust
 from dcpfs.errors import CorruptCheckpointError, IncompleteCheckpointError, UntrustedDataError
 from dcpfs.format.collector import paused_collector
-from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, TensorRecord
+from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, RankSave, TensorRecord
 from dcpfs.format.index_block import (
     IndexBlock,
     MetadataExtras,
@@ -50,6 +50,7 @@ from dcpfs.format.metadata_classes import STRUCTURE_ATTRIBUTE, load_metadata_pic
 from dcpfs.format.metadata_pickle import encode_metadata_pickle
 from dcpfs.format.names import check_relative_name
 from dcpfs.format.naming import naming
+from dcpfs.format.rank_saves import check_one_save, find_differing_chunk, without_leftovers
 from dcpfs.torch_private import StorageInfo
 
 __all__ = [
@@ -80,6 +81,7 @@ def encode_metadata(
     structure: object = None,
     save_id: str | None = None,
     entries: Sequence[tuple[MetadataIndex, object]] | None = None,
+    rank_save: RankSave | None = None,
 ) -> bytes:
     """The whole ``.metadata`` file.
 
@@ -89,17 +91,22 @@ def encode_metadata(
         structure: JSON value that describes the containers of the state (`dcpfs.dcp.flatten`).
         save_id: Id of the save.
         entries: Taken in place of ``storage_data``: pairs of what it would hold, no two with the same key and offset.
+        rank_save: For the file of a rank that saves without collectives: which save it belongs to.
 
     Raises:
         IncompleteCheckpointError: A record of the metadata has no entry in ``storage_data``.
     """
     with paused_collector():
         pairs = list((metadata.storage_data or {}).items()) if entries is None else entries
-        return _encode(metadata, structure, save_id, pairs)
+        return _encode(metadata, structure, save_id, pairs, rank_save)
 
 
 def _encode(
-    metadata: Metadata, structure: object, save_id: str | None, entries: Sequence[tuple[MetadataIndex, object]]
+    metadata: Metadata,
+    structure: object,
+    save_id: str | None,
+    entries: Sequence[tuple[MetadataIndex, object]],
+    rank_save: RankSave | None,
 ) -> bytes:
     located = [(index, _locate(info)) for index, info in entries]
     try:
@@ -108,7 +115,12 @@ def _encode(
         raise IncompleteCheckpointError(f"writing the metadata: {error.message}; nothing was published") from error
     has_paths = _is_paths(metadata.planner_data)
     index = CheckpointIndex(
-        records, structure, metadata.planner_data if has_paths else {}, save_id, written_by_dcpfs=True
+        records,
+        structure,
+        metadata.planner_data if has_paths else {},
+        save_id,
+        written_by_dcpfs=True,
+        rank_save=rank_save,
     )
     held = sum([len(record.chunks) if isinstance(record, TensorRecord) else 1 for record in records.values()])
     complete = held == len(located)
@@ -209,11 +221,23 @@ def index_metadata(metadata: Metadata, *, url: str = "the checkpoint") -> Checkp
 def merge_indexes(indexes: Sequence[CheckpointIndex], *, url: str = "the checkpoint") -> CheckpointIndex:
     """One table of contents of the files that ranks wrote without collectives, the lowest rank first.
 
-    Chunks of one tensor are joined; of a chunk or value that several hold, the first counts.
+    Chunks of one tensor are joined; of a chunk or value that several hold, the first counts. Files of ranks that the
+    save of rank 0 did not have are left out.
 
     Raises:
-        CorruptCheckpointError: They disagree about the kind, dtype or shape of a key.
+        CorruptCheckpointError: They are of several saves, or may be, since ranks hold different values of one chunk; or
+            they disagree about the kind, dtype or shape of a key.
     """
+    indexes = without_leftovers(indexes, url=url)
+    if not check_one_save([index.rank_save for index in indexes], url=url):
+        key = find_differing_chunk(indexes)
+        if key is not None:
+            raise CorruptCheckpointError(
+                f"reading {url}: ranks that saved by themselves hold different values of {key!r}, and nothing says "
+                "that they did so in one save; load it with dcp.load, where each rank gets its own, or load another "
+                "checkpoint",
+                key=key,
+            )
     merged = CheckpointIndex({}, written_by_dcpfs=bool(indexes) and all(index.written_by_dcpfs for index in indexes))
     merged.structure = _join_notes([index.structure for index in indexes if index.structure is not None])
     for index in indexes:

@@ -73,5 +73,6 @@ def test_case_70_a_full_load_takes_few_requests_whoever_wrote_it(stores: list[Re
     store = stores[-1]
     assert store.verbs["read_into"] == report.requests <= 34  # 32 at once
     assert store.verbs["get"] == 1
-    assert store.verbs["head"] == store.verbs["list"] == store.verbs["exists"] == 0
+    assert store.verbs["head"] == store.verbs["list"] == 0
+    assert store.verbs["exists"] == (writer == "torch")  # whether ranks of torch saved over it by themselves
     assert store.bytes_read <= 1.01 * sum(tensor.nbytes for tensor in state.values())
