@@ -145,7 +145,7 @@ def _fill_dtype(instance: Any, state: object) -> None:
     if type(state[1]) is not str or state[1] not in ("<", ">", "|", "="):
         raise _refuse("a numpy dtype with an unknown byte order")
     order = own[1] if own[1] == "|" or state[1] == "|" else state[1]
-    rest = own[8:] if len(own) == 8 else (_check_unit(state[8]),)
+    rest = own[8:] if len(own) == 8 else ((own[8][0], _check_unit(state[8])),)
     instance.__setstate__((own[0], order, *own[2:8], *rest))
 
 
@@ -153,6 +153,7 @@ _UNITS = frozenset(b"Y M W D h m s ms us ns ps fs as generic".split())
 
 
 def _check_unit(part: object) -> tuple[object, ...]:
+    """The unit of dates; metadata of somebody's own is refused."""
     if type(part) is not tuple or len(part) != 2 or part[0] not in (None, {}) or type(part[1]) is not tuple:
         raise _refuse("a numpy dtype with metadata")
     unit = part[1]
@@ -163,4 +164,4 @@ def _check_unit(part: object) -> tuple[object, ...]:
         or not all(type(number) is int and 0 < number < 1 << 31 for number in unit[1:])
     ):
         raise _refuse("a numpy date with an unknown unit")
-    return ({}, unit)
+    return unit

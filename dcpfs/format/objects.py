@@ -8,13 +8,17 @@ Way taken: one list for both ways. Decoding takes the archive apart here, checks
 pickle through `SafeUnpickler`, tensors of every kind included (`tensor_values`); the format before 1.6 likewise
 (`old_file`). torch's own unpickler reads only what the caller trusts. Encoding makes the bytes in memory first, then
 decodes them with the list of a default load, and refuses what that would refuse while the key is known and no byte is
-written.
+written. A time of the hour that a clock goes through twice keeps which of both it is, which the pickle protocol that
+torch takes by default drops without a word.
 """
 
 from __future__ import annotations
 
+import datetime as dt
 import io
+import pickle
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +43,18 @@ _PLAIN = (int, float, bool, str, bytes, complex, type(None))
 """Types whose values always load."""
 
 
+class _Pickler(pickle.Pickler):
+    """Python's, which in torch's protocol 2 also says which of two equal times of a day one is."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, (dt.datetime, dt.time)) and obj.fold:
+            return obj.__reduce_ex__(4)
+        return NotImplemented
+
+
+_PICKLE: Any = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+
+
 def encode_object(value: object, *, key: str = "", trust: Trust = Trust.ALLOWLIST) -> bytes:
     """Encode a value as torch's planner does, refusing what a default load would refuse.
 
@@ -52,7 +68,10 @@ def encode_object(value: object, *, key: str = "", trust: Trust = Trust.ALLOWLIS
     """
     buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
+        if type(value) in _PLAIN:
+            torch.save(value, buffer)
+        else:
+            torch.save(value, buffer, pickle_module=_PICKLE)
     except Exception as error:
         raise UnsupportedValueError(
             f"saving {key!r}: a {_kind(value)} can't be pickled ({type(error).__name__}: {str(error)[:200]}); store "

@@ -166,6 +166,23 @@ def test_names_of_numpy_before_2_and_python_3_13_mean_the_same() -> None:
     assert loads(b"\x80\x02cpathlib\nWindowsPath\nX\x03\0\0\0C:a\x85R.") == pathlib.PureWindowsPath("C:a")
 
 
+def test_a_time_of_an_hour_that_comes_twice_keeps_which_it_is() -> None:
+    day = dt.datetime(2026, 10, 25, 2, 30, fold=1)  # noqa: DTZ001 - without a zone is a case of its own
+    value: Any = {"a": [day, day.time(), day.replace(tzinfo=ZONE)], "b": day.replace(fold=0)}
+    data = encode_object(value)
+    decoded: tuple[Any, ...] = (decode_object(data), torch.load(io.BytesIO(data), weights_only=False))
+    for made in decoded:
+        assert same(made, value)
+        assert [each.fold for each in (*made["a"], made["b"])] == [1, 1, 1, 0]
+        assert made["a"][2].tzname() == "CEST"
+    assert decode_object(encode_object(day)).fold == 1  # type: ignore[attr-defined]
+
+
+def test_dates_of_numpy_get_no_metadata() -> None:
+    made: Any = decode_object(encode_object(np.array(["2026-01-02"], dtype="M8[D]")))
+    assert made.dtype.metadata is None
+
+
 def test_a_module_state_keeps_its_versions() -> None:
     made: Any = decode_object(encode_object(module_state()))
     assert made._metadata == module_state()._metadata  # type: ignore[attr-defined]  # torch sets it on the dict
