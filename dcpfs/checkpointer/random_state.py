@@ -72,7 +72,7 @@ def restore_random_state(state: object) -> None:
                 torch.set_rng_state(cast("torch.Tensor", value))
             else:
                 _restore_device(name, dict(cast("Sequence[tuple[str, torch.Tensor]]", value)))
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
         raise CorruptCheckpointError(
             f"restoring the random states: {type(error).__name__}: {error}; load without them, or another step"
         ) from error
@@ -103,7 +103,7 @@ def _restore_numpy(state: object) -> None:
     named = dict(cast("Mapping[str, object]", state))
     inner = dict(cast("Mapping[str, object]", named["state"]))
     if "key" in inner:
-        inner["key"] = np.asarray(inner["key"], dtype=np.uint32)
+        inner["key"] = np.asarray(inner["key"], dtype=np.uint32 if named["bit_generator"] == "MT19937" else np.uint64)
     np.random.set_state({**named, "state": inner})
 
 

@@ -105,11 +105,12 @@ def test_the_generator_of_the_current_device_is_restored_to_the_device_that_is_c
     assert "cuda" not in dict(capture_random_state())
 
 
-def test_another_bit_generator_of_numpy_travels_too() -> None:
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox, np.random.SFC64])
+def test_another_bit_generator_of_numpy_travels_too(kind: type[np.random.BitGenerator]) -> None:
     generators: Any = np.random  # its stubs leave these two out
     before = generators.get_bit_generator()
     try:
-        generators.set_bit_generator(np.random.PCG64(5))
+        generators.set_bit_generator(kind(5))
         captured = decode_object(encode_object(capture_random_state(), key="rng.rank_0"))
         expected = draw()
         restore_random_state(captured)
