@@ -398,12 +398,13 @@ class DistributedCheckpointer:
             )
         except BaseException as caught:  # noqa: BLE001 - handed to the save, which raises it on all ranks
             error = caught
+        last_request = self._preemption.last_request
         try:
             outcomes = saver.submit(SaveRequest(iteration, step, error, moves_latest=not exports))
         except Exception as failure:  # noqa: BLE001 - handled as what became of the save
             outcomes = [SaveOutcome(iteration, None, failure, 0.0)]
         if asked and all(outcome.error is None for outcome in outcomes):
-            self._preemption.clear()  # who asks from here on may want what comes after these values
+            self._preemption.clear(last_request)  # who asked since then may want what comes after these values
         self._verdicts.handle(outcomes)
         self._verdicts.tell(lambda: self._callbacks.on_save_checkpoint_end(parts.model_parts, iteration))
 

@@ -48,20 +48,25 @@ _SHIELD_SECONDS = 30
 class SaveFlag:
     """Whether somebody asked for a save. Takes no lock, so signal handlers and any thread may use it."""
 
-    __slots__ = ("_signal", "_wanted")
+    __slots__ = ("_served", "_signal", "_wanted")
 
     def __init__(self) -> None:
-        self._wanted = False
+        self._wanted = self._served = object()
         self._signal: int | None = None
 
     def request(self, signal_number: int | None = None) -> None:
         """Ask. Asking again before the save changes nothing."""
         self._signal = signal_number if self._signal is None else self._signal
-        self._wanted = True
+        self._wanted = object()
 
     @property
     def requested(self) -> bool:
         """Whether this process was asked since the last `clear`. Other ranks may not have been."""
+        return self._wanted is not self._served
+
+    @property
+    def last_request(self) -> object:
+        """What `clear` takes, so that it leaves standing what is asked from here on."""
         return self._wanted
 
     @property
@@ -69,10 +74,16 @@ class SaveFlag:
         """Who asked, for a log: the signal's name, or the program."""
         return "the program" if self._signal is None else signal.Signals(self._signal).name
 
-    def clear(self) -> None:
-        """The save was taken."""
-        self._wanted = False
-        self._signal = None
+    def clear(self, last_request: object = None) -> None:
+        """The save was taken.
+
+        Args:
+            last_request: Of `last_request`, when the values of the save had been read: what was asked after it stands.
+                None: nothing does.
+        """
+        self._served = self._wanted if last_request is None else last_request
+        if not self.requested:
+            self._signal = None
 
 
 class SignalHandlers:

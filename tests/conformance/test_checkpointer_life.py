@@ -231,6 +231,26 @@ def test_a_writer_that_writes_elsewhere_commits_nothing(tmp_path: Path) -> None:
         assert checkpointer.steps() == []
 
 
+class AskingWriter(dcpfs.DistributedCheckpointer):
+    """Somebody asks for a save while another one is written."""
+
+    def get_storage_writer(self, url: str) -> Any:
+        self.request_save()
+        return super().get_storage_writer(url)
+
+
+def test_a_save_that_is_asked_for_while_another_is_written_is_not_forgotten(tmp_path: Path) -> None:
+    with AskingWriter(config(Location(str(tmp_path)))) as checkpointer:
+        checkpointer.request_save()
+        assert checkpointer.should_save(1)
+        save(checkpointer, 1, 1)
+        assert checkpointer.should_save(2)
+    with open_run(Location(str(tmp_path))) as checkpointer:
+        checkpointer.request_save()
+        save(checkpointer, 2, 2)
+        assert not checkpointer.should_save(3)
+
+
 def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
