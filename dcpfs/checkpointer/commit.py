@@ -59,7 +59,7 @@ from dcpfs.checkpointer.ownership import (
     require_owner,
     superseded,
 )
-from dcpfs.checkpointer.presence import get_if_there
+from dcpfs.checkpointer.presence import get_twice_unless
 from dcpfs.checkpointer.step_files import is_data_file, is_metadata_file, is_own_file
 from dcpfs.checkpointer.step_status import StepState, StepStatus
 from dcpfs.errors import CheckpointError, CheckpointExistsError, ObjectExistsError, StorageError
@@ -168,7 +168,7 @@ def claim_step(
     finally:
         if claimed and not fresh:  # the step is not this save's before `withdraw_step`
             with contextlib.suppress(StorageError):
-                if read_owner(store, iteration) == save_id:
+                if read_owner(store, iteration, save_id) == save_id:
                     store.delete([own])
 
 
@@ -220,17 +220,17 @@ def withdraw_step(store: Store, claim: Claim) -> None:
     for _ in range(_TRIES):
         _require_permission(store, claim)
         store.put(writing, [_encode_owner(save_id)])
-        standing = _manifest_save_id(store, iteration)
+        standing = _manifest_save_id(store, iteration, claim.predecessor)
         if standing not in (None, claim.predecessor) and claim.on_existing is not OnExisting.OVERWRITE:
-            if read_owner(store, iteration) == save_id:
+            if read_owner(store, iteration, save_id) == save_id:
                 store.delete([writing])
             raise superseded(store, iteration, save_id, standing, verb="start the save")
         names = _look(store, iteration)
-        owner = read_owner(store, iteration)
+        owner = read_owner(store, iteration, save_id)
         if owner == save_id:  # so no later save can have written any of these names yet
             store.delete([manifest])
             _delete_markers_first(store, names - {manifest, writing})
-            owner = read_owner(store, iteration)
+            owner = read_owner(store, iteration, save_id)
         if owner is not None:
             break
         # Whoever committed here in the meantime took the file for its own.
@@ -249,14 +249,14 @@ def publish_step(store: Store, claim: Claim, manifest: Manifest) -> None:
     """
     iteration, save_id = claim.iteration, claim.save_id
     writing = f"{step_name(iteration)}/{WRITING_NAME}"
-    owner = read_owner(store, iteration)
+    owner = read_owner(store, iteration, save_id)
     if owner is None and _is_ready(store, manifest) and _put_fresh(store, iteration, save_id):
         owner = save_id
     if owner != save_id:
         raise superseded(store, iteration, save_id, owner, verb="publish the save")
     _put_manifest(store, claim, encode_manifest(manifest))
     try:
-        owner = read_owner(store, iteration)
+        owner = read_owner(store, iteration, save_id)
     except StorageError as error:
         _logger.warning("can't ask whether %s was taken over: %s", store.location.join(writing).redacted, error)
         owner = save_id
@@ -286,8 +286,9 @@ def move_latest(store: Store, iteration: int, claim: Claim | None = None) -> Non
     name = step_name(iteration)
     text = f"{name}\n"
     if claim is not None:
-        current = _read_latest(store)
-        if current not in (claim.latest, text):
+        before = None if claim.latest is None else parse_latest(claim.latest)
+        current = _read_latest(store, before, iteration)
+        if not _is_same_pointer(current, claim.latest) and not _is_same_pointer(current, text):
             _logger.warning(
                 "leaving %s as it is: it was changed to %r while %s was saved",
                 store.location.join(LATEST_NAME).redacted,
@@ -328,12 +329,12 @@ def abandon_step(
 def _abandon(store: Store, claim: Claim, names: set[str], stragglers: Stragglers) -> None:
     step = step_name(claim.iteration)
     own_data = {name for name in names if _is_own_data(name, claim)}
-    if read_owner(store, claim.iteration) != claim.save_id:
+    if read_owner(store, claim.iteration, claim.save_id) != claim.save_id:
         # Another save's by now. Data files of ours have names of their own, unless both found the step empty.
         if own_data and (claim.first_file_number or store.capabilities.conditional_put):
             store.delete(sorted(own_data))
         return
-    standing = _manifest_save_id(store, claim.iteration)
+    standing = _manifest_save_id(store, claim.iteration, claim.save_id, claim.predecessor)
     if standing is not None and standing == claim.predecessor:
         # Withdrawing broke off before its first effect: the step stands as it did, and nobody has written to it.
         store.delete([f"{step}/{WRITING_NAME}"])
@@ -432,20 +433,36 @@ def _require_another(store: Store, iteration: int, standing: StepStatus) -> None
     )
 
 
-def _manifest_save_id(store: Store, iteration: int) -> str | None:
-    """Save id of a manifest, ``""`` of a damaged one, None when there is none."""
-    data = get_if_there(store, f"{step_name(iteration)}/{MANIFEST_NAME}")
-    if data is None:
-        return None
-    try:
-        return decode_manifest(data, url=store.location.join(step_name(iteration)).redacted).save_id
-    except CheckpointError:
-        return ""
+def _manifest_save_id(store: Store, iteration: int, *expected: str | None) -> str | None:
+    """Save id of a manifest, ``""`` of a damaged one, None when there is none. Another than expected is read twice."""
+    url = store.location.join(step_name(iteration)).redacted
+
+    def save_id_in(data: bytes) -> str:
+        try:
+            return decode_manifest(data, url=url).save_id
+        except CheckpointError:
+            return ""
+
+    data = get_twice_unless(
+        store, f"{step_name(iteration)}/{MANIFEST_NAME}", lambda found: save_id_in(found) in expected
+    )
+    return None if data is None else save_id_in(data)
 
 
-def _read_latest(store: Store) -> str | None:
-    data = get_if_there(store, LATEST_NAME)
+def _read_latest(store: Store, *expected: int | None) -> str | None:
+    """Text of the pointer. One that names no step, or none of those that are expected, is read twice."""
+
+    def is_plausible(data: bytes) -> bool:
+        named = parse_latest(data.decode("utf-8", "replace"))
+        return named is not None and (not expected or named in expected)
+
+    data = get_twice_unless(store, LATEST_NAME, is_plausible)
     return None if data is None else data.decode("utf-8", "replace")
+
+
+def _is_same_pointer(one: str | None, other: str | None) -> bool:
+    named = None if one is None else parse_latest(one)
+    return one == other or (named is not None and other is not None and named == parse_latest(other))
 
 
 # --- what is put
@@ -461,7 +478,7 @@ def _put_fresh(store: Store, iteration: int, save_id: str) -> bool:
         store.put(f"{step_name(iteration)}/{WRITING_NAME}", [_encode_owner(save_id)], if_absent=True)
     except ObjectExistsError:
         return False
-    return store.capabilities.conditional_put or read_owner(store, iteration) == save_id
+    return store.capabilities.conditional_put or read_owner(store, iteration, save_id) == save_id
 
 
 def _put_manifest(store: Store, claim: Claim, encoded: bytes) -> None:
@@ -469,7 +486,7 @@ def _put_manifest(store: Store, claim: Claim, encoded: bytes) -> None:
     try:
         store.put(path, [encoded], if_absent=True)
     except ObjectExistsError:
-        if _manifest_save_id(store, claim.iteration) == claim.save_id:
+        if _manifest_save_id(store, claim.iteration, claim.save_id) == claim.save_id:
             return
         # Put by a save that had asked before this one owned the step, and that knows by now that it lost.
         require_owner(store, claim.iteration, claim.save_id, verb="publish the save")
@@ -483,7 +500,7 @@ def _put_manifest(store: Store, claim: Claim, encoded: bytes) -> None:
 def _stands_after_all(store: Store, claim: Claim) -> bool:
     """Whether a put that failed took effect: its answer alone may have been lost."""
     try:
-        return _manifest_save_id(store, claim.iteration) == claim.save_id
+        return _manifest_save_id(store, claim.iteration, claim.save_id) == claim.save_id
     except StorageError:
         return False
 

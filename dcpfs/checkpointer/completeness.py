@@ -15,14 +15,18 @@ Flow of `check_step`, with the requests it costs::
     key/.metadata                one GET a key, only of a named foreign step
     what the listing lacks       one HEAD each, until one is really missing
 
+What is found damaged, or to lack something, is looked at once more before that counts: an answer that was cut off on
+the way must not cost a step.
+
 ``.writing`` beside a manifest means nothing: a save that takes a step over removes the manifest before it writes, and
 what a manifest lists is not what another save writes (`dcpfs.checkpointer.ownership`).
 """
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -66,8 +70,11 @@ __all__ = [
     "verify_step",
 ]
 
+_logger = logging.getLogger(__name__)
+
 _ASKED_AT_ONCE = 16
 _NAMED_AT_MOST = 5
+_DOUBTED = frozenset({StepState.DAMAGED, StepState.PARTIAL})
 
 
 def check_step(store: Store, iteration: int, *, named: bool = False, trust: Trust = Trust.ALLOWLIST) -> StepStatus:
@@ -102,7 +109,7 @@ def check_step_at(
     """
     location = store.location.join(path) if path else store.location
     told = parse_step_name(segments_of(location)[-1]) if iteration is None else iteration
-    return _Look(store, path, location.redacted, trust, told).judge(named=named)
+    return _confirmed(lambda: _Look(store, path, location.redacted, trust, told).judge(named=named))
 
 
 def check_key_directory(store: Store, path: str = "", *, trust: Trust = Trust.ALLOWLIST) -> StepStatus:
@@ -115,7 +122,7 @@ def check_key_directory(store: Store, path: str = "", *, trust: Trust = Trust.AL
         StorageError: The store could not be asked.
     """
     location = store.location.join(path) if path else store.location
-    return _Look(store, path, location.redacted, trust, None).judge_key_directory()
+    return _confirmed(lambda: _Look(store, path, location.redacted, trust, None).judge_key_directory())
 
 
 def segments_of(location: Location) -> list[str]:
@@ -124,6 +131,17 @@ def segments_of(location: Location) -> list[str]:
     if location.scheme in ("http", "https"):
         url = re.split("[?#]", url, maxsplit=1)[0]
     return url.rstrip("/").split("/")
+
+
+def _confirmed(look: Callable[[], StepStatus]) -> StepStatus:
+    """What a look finds; a second one's when the first speaks against the step."""
+    first = look()
+    if first.state not in _DOUBTED:
+        return first
+    second = look()
+    if second.is_complete:
+        _logger.warning("%s is complete, although the first look at it said that %s", second.url, first.reason)
+    return second
 
 
 class _Look:

@@ -31,7 +31,7 @@ from dcpfs.checkpointer.completeness import (
     segments_of,
 )
 from dcpfs.checkpointer.layout import LATEST_NAME, MANIFEST_NAME, parse_latest, parse_step_name, step_name
-from dcpfs.checkpointer.presence import get_if_there
+from dcpfs.checkpointer.presence import get_twice_unless
 from dcpfs.checkpointer.step_files import is_key
 from dcpfs.config import Trust
 from dcpfs.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, IncompleteCheckpointError
@@ -100,10 +100,10 @@ def read_latest(store: Store, root: str = "") -> int | None:
 def _read_pointer(store: Store, root: str) -> tuple[int | None, bool]:
     """What the file names, as `read_latest`; and whether there is one."""
     path = _join(root, LATEST_NAME)
-    data = get_if_there(store, path)
+    data = get_twice_unless(store, path, lambda found: _named_in(found) is not None)
     if data is None:
         return None, False
-    iteration = parse_latest(data[:4096].decode("utf-8", "replace"))
+    iteration = _named_in(data)
     if iteration is None:
         logger.warning(
             "%s names no step (%r): ignored; write the name of one into it, such as %s",
@@ -112,6 +112,10 @@ def _read_pointer(store: Store, root: str) -> tuple[int | None, bool]:
             step_name(5),
         )
     return iteration, True
+
+
+def _named_in(data: bytes) -> int | None:
+    return parse_latest(data[:4096].decode("utf-8", "replace"))
 
 
 def list_statuses(
@@ -219,7 +223,19 @@ class StepSearch:
         looked_at: dict[int, StepStatus] = {}
         if self.latest is not None:
             self.committed_ever = True
-            status = looked_at[self.latest] = self._look(self.latest, named=True)
+            status = self._look(self.latest, named=True)
+            if not status.is_complete:
+                again, _ = _read_pointer(self._store, self._root)
+                if again not in (None, self.latest):
+                    logger.warning(
+                        "%s names %s, not %s, as it was read at first",
+                        self._location.join(LATEST_NAME),
+                        step_name(again),
+                        step_name(self.latest),
+                    )
+                    self.latest = again
+                    status = self._look(again, named=True)
+            looked_at[self.latest] = status
             if status.is_complete:
                 looked_at.update(self._note_newer(self.latest, iterations))
                 yield status

@@ -28,7 +28,7 @@ import hashlib
 from collections.abc import Sequence
 
 from dcpfs.checkpointer.layout import MANIFEST_NAME, WRITING_NAME, step_name
-from dcpfs.checkpointer.presence import get_if_there
+from dcpfs.checkpointer.presence import get_twice_unless
 from dcpfs.errors import ObjectExistsError, SupersededError
 from dcpfs.storage.store import Buffer, ObjectInfo, Store
 
@@ -47,17 +47,18 @@ def first_file_number(save_id: str) -> int:
     return FILE_BLOCK * (1 + int.from_bytes(digest, "little") % _BLOCKS)
 
 
-def read_owner(store: Store, iteration: int) -> str | None:
-    """Id of the save that is at work on a step, or died there; None when there is none. One GET.
+def read_owner(store: Store, iteration: int, expected: str | None = None) -> str | None:
+    """Id of the save that is at work on a step, or died there; None when there is none. One GET, or two of a rival's.
 
     Args:
         store: Opened at ``save_dir``.
         iteration: Of the step.
+        expected: Id of the save that asks: any other is read twice, for it is the end of this one.
     """
-    content = get_if_there(store, f"{step_name(iteration)}/{WRITING_NAME}")
-    if content is None:
-        return None
-    return content[:_LONGEST_ID_BYTES].decode("utf-8", "replace").strip()
+    content = get_twice_unless(
+        store, f"{step_name(iteration)}/{WRITING_NAME}", lambda found: expected is None or _id_in(found) == expected
+    )
+    return None if content is None else _id_in(content)
 
 
 def require_owner(store: Store, iteration: int, save_id: str, *, verb: str) -> None:
@@ -66,9 +67,13 @@ def require_owner(store: Store, iteration: int, save_id: str, *, verb: str) -> N
     Raises:
         SupersededError: It isn't, or no longer.
     """
-    owner = read_owner(store, iteration)
+    owner = read_owner(store, iteration, save_id)
     if owner != save_id:
         raise superseded(store, iteration, save_id, owner, verb=verb)
+
+
+def _id_in(content: bytes) -> str:
+    return content[:_LONGEST_ID_BYTES].decode("utf-8", "replace").strip()
 
 
 def superseded(store: Store, iteration: int, save_id: str, owner: str | None, *, verb: str) -> SupersededError:

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["Origin", "ResumePlan", "ResumeRules", "ResumeSearch", "choose_keys", "load_with_fallback"]
 
 _logger = logging.getLogger(__name__)
+_TRIES = 2
+"""Readings of a step whose bytes are wrong."""
 
 
 class Origin(str, enum.Enum):
@@ -226,6 +228,9 @@ class ResumeSearch:
                 raise RuntimeError("the coordinator has neither an error nor a plan")
             plan = own or replace(told.plan, location=self._locate(told.plan.origin, told.path))
             faults = self._verify(plan, told.checked) if told.checked is not None else ""
+            if faults and told.checked is not None:
+                _logger.warning("%s; reading it once more", faults)
+                faults = self._verify(plan, told.checked)
             if not faults:
                 return plan
             self.reject(CorruptCheckpointError(faults))
@@ -367,8 +372,9 @@ def load_with_fallback(
     retry: RetryConfig | None = None,
     new_phases: Callable[[], Phases] | None = None,
 ) -> tuple[ResumePlan, StepLoadReport]:
-    """Load a plan, and when its bytes turn out wrong the next best one. Collective.
+    """Load a plan, and when its bytes turn out wrong, twice, the next best one. Collective.
 
+    Bytes that were damaged on the way are none of the step's, so it is read once more before it is passed over.
     A step that is chosen by ``load_step``, and a checkpoint that ``load_path`` names itself, has no next best. What a
     failed attempt had changed must be brought by the step that follows, name by name; else its error is raised.
 
@@ -397,7 +403,9 @@ def load_with_fallback(
     """
     changed: dict[str, set[str]] = {}
     written: dict[str, None] = {}
+    tries = 0
     while True:
+        tries += 1
         if plan.location is None:
             raise ValueError("there is nothing to load from scratch")
         try:
@@ -429,7 +437,11 @@ def load_with_fallback(
             # Several ranks may have failed, each for a reason of its own: all must take the same way now.
             if not all(search.ranks.all_gather(damage is not None)) or damage is None:
                 raise
+            if tries < _TRIES:
+                _logger.warning("%s; reading it once more", error)
+                continue
             _logger.warning("%s; trying the next best", error)
+            tries = 0
             search.reject(damage)
             try:
                 plan = search.find()

@@ -294,7 +294,7 @@ def unprotect_step(store: Store, iteration: int) -> None:
 
 def _is_marked(store: Store, iteration: int) -> bool:
     """Whether ``.writing`` is retention's."""
-    return read_owner(store, iteration) == _REMOVER
+    return read_owner(store, iteration, _REMOVER) == _REMOVER
 
 
 class _Run:

@@ -413,7 +413,7 @@ class _Save:
         context, step = self._context, self.step
         if context.is_shared_place or self._ranks.is_coordinator:
             return
-        owner = read_owner(self.store, step.iteration)
+        owner = read_owner(self.store, step.iteration, self.save_id)
         where = context.save_dir.join(step_name(step.iteration)).redacted
         if owner is None and not self.store.exists(f"{step_name(step.iteration)}/{MANIFEST_NAME}"):
             # The coordinator, which takes back what a failed save has left, does not see these.
