@@ -14,7 +14,9 @@ else.
     pickle | "DCPFSIX1" zlib(JSON) | trailer: version, lengths and CRC-32 of block and pickle, "DCPFSIDX"
 
 The trailer's checksums decide: a block is used only when both match, and a mismatch is damage. A file without a
-trailer was written by someone else; one that has the block's start but no trailer was cut short.
+trailer was written by someone else; one that has the block's start but no trailer was cut short. A newer version has
+another start and another version in its trailer: where only one of them differs, it is damage, since a flipped bit may
+not turn an index into one that is left unread.
 """
 
 from __future__ import annotations
@@ -118,6 +120,8 @@ def split_index(data: bytes | memoryview, *, where: str) -> IndexBlock | None:
         data, len(data) - _TRAILER.size
     )
     if _VERSION < version <= _LAST_VERSION:
+        if bytes(data[pickle_bytes : pickle_bytes + len(_START)]) == _START:
+            raise _damaged(where, "its trailer has another version than its index")
         # A newer dcpfs: the pickle tells everything that is needed.
         return None
     if version != _VERSION:
@@ -147,9 +151,13 @@ def ends_with_index(data: bytes | memoryview) -> bool:
 
 
 def is_cut_short(data: bytes | memoryview, pickle_bytes: int) -> bool:
-    """Behind a pickle of that length stands the start of an index, though there is no trailer."""
+    """Behind a pickle of that length stands the start of an index of this version, though there is no such trailer."""
     rest = bytes(data[pickle_bytes : pickle_bytes + len(_START)])
-    return bool(rest) and _START.startswith(rest) and not ends_with_index(data)
+    if not rest or not _START.startswith(rest):
+        return False
+    if len(data) < _TRAILER.size or not ends_with_index(data):
+        return True
+    return bool(_TRAILER.unpack_from(data, len(data) - _TRAILER.size)[0] != _VERSION)
 
 
 def _damaged(where: str, reason: str) -> CorruptCheckpointError:

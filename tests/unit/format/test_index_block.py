@@ -119,7 +119,14 @@ def test_files_without_a_trailer_are_another_writers(data: bytes) -> None:
 @pytest.mark.parametrize("version", [2, 3, 77, 0xFFFF])
 def test_a_newer_index_is_left_to_the_pickle(version: int) -> None:
     data = SAMPLE[: -TRAILER.size] + struct.pack("<I", version) + SAMPLE[4 - TRAILER.size :]
-    assert split_index(data, where="x") is None
+    assert split_index(data.replace(b"DCPFSIX1", b"DCPFSIX2"), where="x") is None
+
+
+@pytest.mark.parametrize("version", [2, 3, 77, 0xFFFF])
+def test_case_113_a_newer_version_over_this_versions_index_is_damage(version: int) -> None:
+    data = SAMPLE[: -TRAILER.size] + struct.pack("<I", version) + SAMPLE[4 - TRAILER.size :]
+    with pytest.raises(CorruptCheckpointError, match="another version"):
+        split_index(data, where="x")
 
 
 @pytest.mark.parametrize("version", [0, 1 << 16, (1 << 31) + 1])
@@ -130,15 +137,13 @@ def test_case_113_a_version_that_never_was_is_damage(version: int) -> None:
 
 
 def test_case_113_each_byte_of_pickle_index_and_trailer_is_guarded() -> None:
-    version = range(len(SAMPLE) - TRAILER.size, len(SAMPLE) - TRAILER.size + 2)
     magic = range(len(SAMPLE) - 8, len(SAMPLE))
     for position in range(len(SAMPLE)):
         damaged = bytearray(SAMPLE)
         damaged[position] ^= 0x40
-        if position in version:
-            continue
         if position in magic:
             assert split_index(bytes(damaged), where="x") is None
+            assert is_cut_short(bytes(damaged), 7)
             continue
         with pytest.raises(CorruptCheckpointError) as caught:
             split_index(bytes(damaged), where="the .metadata of x")
@@ -152,6 +157,13 @@ def test_a_file_that_was_cut_shows_the_start_of_an_index(cut_bytes: int) -> None
     assert split_index(data, where="x") is None
     assert is_cut_short(data, 7) == (len(data) > 7)
     assert not is_cut_short(SAMPLE, 7)
+
+
+def test_case_113_a_newer_version_behind_a_start_that_it_does_not_point_to_is_damage() -> None:
+    data = SAMPLE[: -TRAILER.size] + struct.pack("<IQQ", 2, 5, 5) + SAMPLE[20 - TRAILER.size :]
+    assert split_index(data, where="x") is None
+    assert is_cut_short(data, 7)
+    assert is_cut_short(SAMPLE[:15] + b"DCPFSIDX", 7)
 
 
 def test_bytes_of_another_writer_behind_the_pickle_are_no_cut_index() -> None:

@@ -457,16 +457,9 @@ def test_what_is_no_metadata_is_damage(data: bytes, trust: Trust) -> None:
 
 def test_case_113_each_bit_of_the_metadata_is_guarded() -> None:
     data = encode_metadata(make_metadata(), structure=STRUCTURE)
-    expected = decode_index(data)
-    version = len(data) - index_block._TRAILER.size
     for position in range(len(data)):
         damaged = bytearray(data)
         damaged[position] ^= 1 << (position % 8)
-        if version <= position < version + 2 or position >= len(data) - 8:
-            # Taken for a newer index or for none: the pickle before it is whole.
-            with contextlib.suppress(CorruptCheckpointError):
-                assert list(decode_index(bytes(damaged)).records) == list(expected.records)
-            continue
         for decode in (decode_index, decode_metadata):
             with pytest.raises(CorruptCheckpointError):
                 decode(bytes(damaged))
@@ -487,6 +480,7 @@ def test_case_113_every_cut_is_seen() -> None:
 def test_a_newer_index_is_left_to_the_pickle() -> None:
     data = bytearray(encode_metadata(make_metadata(), structure=STRUCTURE))
     data[-index_block._TRAILER.size] = 2
+    data[:] = data.replace(b"DCPFSIX1", b"DCPFSIX2")
     assert decode_index(bytes(data)) == without_ours(decode_index(encode_metadata(make_metadata(), save_id="save-1")))
     assert decode_metadata(bytes(data)) == pickle.loads(bytes(data))
 
