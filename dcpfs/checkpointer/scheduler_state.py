@@ -7,14 +7,19 @@ without a word. A state that was kept from an earlier save brings back an old le
 Way taken: asked anew at each call. The template is the scheduler's own state, with what it holds under each attribute
 taken from the checkpoint: other milestones are no mismatch, another set of attributes is. Only attributes that begin
 with an underscore, which are torch's own bookkeeping, may be absent on one side: the checkpoint's are taken over, the
-scheduler's are kept. One scheduler's keys stand at the top level; of several each has its number.
+scheduler's are kept. Tensors (a learning rate can be one) are not filled in place: in a fresh ``SequentialLR`` two
+places share one, and what was saved after the first milestone differs there. One scheduler's keys stand at the top
+level; of several each has its number.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Protocol, cast, runtime_checkable
+
+import torch
 
 from dcpfs.checkpointer.stored_value import StoredValue
 from dcpfs.checkpointer.template_tree import below, build_tree, starts_with_name
@@ -122,7 +127,21 @@ def _template(live: Mapping[str, object], stored: Mapping[str, StoredValue]) -> 
         name = key.partition(".")[0]
         if name not in known and (name.startswith("_") or name in _RETIRED):
             wanted[key] = entry
-    return {**build_tree(wanted, live), **rest}
+    return {**build_tree(wanted, {name: _apart(value) for name, value in live.items()}), **rest}
+
+
+def _apart(value: object) -> object:
+    """The same, with tensors that share memory with nothing."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, list):
+        return [_apart(each) for each in value]
+    if isinstance(value, dict):
+        own = copy.copy(value)
+        for name, each in value.items():  # a Counter would add in an update
+            own[name] = _apart(each)
+        return own
+    return value
 
 
 def _load(scheduler: Scheduler, given: Mapping[str, object]) -> None:

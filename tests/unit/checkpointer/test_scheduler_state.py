@@ -122,14 +122,19 @@ def test_case_14_the_state_is_read_at_each_call() -> None:
     assert wrapper.state_dict()["_last_lr"] != before
 
 
-def test_a_tensor_as_the_learning_rate() -> None:
-    def make() -> Any:
-        return lr_scheduler.StepLR(torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=torch.tensor(0.1)), 1)
+@pytest.mark.parametrize("name", ["multi-step", "sequential", "chained"])
+def test_a_tensor_as_the_learning_rate(name: str) -> None:
+    def make() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters(), lr=torch.tensor(0.1))
+        return optimizer, SCHEDULERS[name](optimizer)
 
-    scheduler, other = make(), make()
-    advance(scheduler.optimizer, scheduler, 2)
+    optimizer, scheduler = make()
+    advance(optimizer, scheduler, 3)
+    other_optimizer, other = make()
+    before = other_optimizer.param_groups[0]["lr"].clone()
     assert not exchange(SchedulersWrapper(scheduler).state_dict(), SchedulersWrapper(other)).unexpected
     assert equal_states(other.state_dict(), scheduler.state_dict())
+    assert torch.equal(other_optimizer.param_groups[0]["lr"], before)
 
 
 def test_wrong_use_is_told_by_name() -> None:
