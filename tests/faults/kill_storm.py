@@ -21,6 +21,7 @@ import contextlib
 import enum
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -28,7 +29,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +46,7 @@ from dcpfs.testing.http_exchange import Response
 from dcpfs.testing.s3_exchange import DroppedError, Exchange, S3Request
 from dcpfs.testing.s3_faults import Action, Fault
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
-from tests.faults.storm_ranks import KEEP_LAST, Order, gate_of
+from tests.faults.storm_ranks import KEEP_LAST, Order, columns_of, gate_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,7 +54,12 @@ if TYPE_CHECKING:
 __all__ = ["CHANGES", "ForkedRanks", "Hit", "Report", "Storm", "Victims", "check_resumable", "open_gate"]
 
 ROOT = Path(__file__).parents[2]
-CHANGES = frozenset({"PutObject", "DeleteObject", "DeleteObjects"})
+CHANGES = frozenset(
+    {
+        *("PutObject", "DeleteObject", "DeleteObjects"),
+        *("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload", "AbortMultipartUpload"),
+    }
+)
 SOON_SECONDS = 60.0
 """Within which survivors raise, on a machine with little time for them; the time-out of their groups is twice that."""
 
@@ -132,6 +138,11 @@ class Report:
         return [rank for rank, pid in self.ranks.items() if pid not in self.struck]
 
     @property
+    def struck_ranks(self) -> set[int]:
+        """Ranks that were killed, or whose background process was."""
+        return {rank for pids in (self.ranks, self.savers) for rank, pid in pids.items() if pid in self.struck}
+
+    @property
     def lost_a_rank(self) -> bool:
         """Whether a rank was a victim, not just a background process."""
         return any(pid in self.struck for pid in self.ranks.values())
@@ -162,18 +173,29 @@ class Storm:
         folder: For gates and rendezvous.
         world_size: Ranks of each round.
         mode: Who saves.
+        large: Each rank uploads its share of the state in parts.
 
     Attributes:
         confirmed: The newest step that a rank was told of.
         begun: The newest step that a rank has begun to save.
+        left: Uploads that the dead have left, by their id: the rank. Nobody else may leave one.
     """
 
     def __init__(
-        self, server: ScriptedS3Server, ranks: ForkedRanks, folder: Path, *, world_size: int, mode: str
+        self,
+        server: ScriptedS3Server,
+        ranks: ForkedRanks,
+        folder: Path,
+        *,
+        world_size: int,
+        mode: str,
+        large: bool = False,
     ) -> None:
         self.name = f"storm-{uuid.uuid4().hex}"
         self.confirmed = 0
         self.begun = 0
+        self.left: dict[str, int] = {}
+        self._columns = columns_of(world_size, large=large)
         self._server = server
         self._folder = folder
         self._mode = mode
@@ -191,8 +213,11 @@ class Storm:
         timeout_seconds: float = 2 * SOON_SECONDS,
         waits: bool = True,
         on_line: Callable[[Report, int, list[str]], None] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> Report:
-        """One round. What it resumes from is compared with what the rounds before have said."""
+        """One round. What it resumes from is compared with what the rounds before have said, and uploads that it leaves
+        are those of its victims. Settings are more of `Order`'s.
+        """
         self._rounds += 1
         options = [{**self._server.storage_options, "key": key, "secret": f"secret of {key}"} for key in self._keys]
         order = Order(
@@ -204,6 +229,8 @@ class Storm:
             saves=saves,
             timeout_seconds=timeout_seconds,
             waits=waits,
+            columns=self._columns,
+            **(settings or {}),
         )
         report = Report(order, hit)
         ambush = _Ambush(report, self.name, self._keys)
@@ -220,7 +247,21 @@ class Storm:
             assert self.confirmed <= min(resumed) <= self.begun, (self.confirmed, self.begun, report)
         self.confirmed = max(self.confirmed, *resumed, *report.steps("saved"), 0)
         self.begun = max(self.begun, *report.steps("began"), 0)
+        left = {name: rank for name, rank in self._open_uploads().items() if name not in self.left}
+        assert set(left.values()) <= report.struck_ranks, (left, report)
+        assert len(set(left.values())) == len(left), (left, report)
+        self.left.update(left)
         return report
+
+    def _open_uploads(self) -> dict[str, int]:
+        """Rank of each upload of this run."""
+        found = {}
+        for upload in self._server.open_uploads():
+            if upload.key.startswith(f"{self.name}/"):
+                name = re.search(r"/__(\d+)_\d+\.distcp$", upload.key)
+                assert name is not None, upload.key
+                found[upload.upload_id] = int(name[1])
+        return found
 
     def check_resumable(self, step: int) -> None:
         """What a resume would find is a step, which is whole.
@@ -232,6 +273,8 @@ class Storm:
 
     def check_clean(self) -> int:
         """After a round without a hit: there is nothing but whole steps, the pointer, and probes. Number of probes.
+
+        Uploads that the dead have left stay: they are the store's to end, and no save asks for others' uploads.
 
         Raises:
             AssertionError: There is more.
@@ -252,7 +295,7 @@ class Storm:
             more = found - expected - {f"{step_name(step)}/{WRITING_NAME}" for step in steps}
             assert all(name.startswith(PROBE_PREFIX) for name in more), more
             assert store.get(LATEST_NAME).decode() == f"{step_name(self.confirmed)}\n"
-            assert self._server.open_uploads() == []
+            assert self._open_uploads() == self.left
             return len(more)
         finally:
             store.close()

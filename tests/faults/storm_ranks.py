@@ -18,6 +18,7 @@ import ctypes
 import functools
 import json
 import os
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -33,8 +34,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import dcpfs
+from dcpfs.checkpointer import resume as resume_module
 from dcpfs.checkpointer import save_step as save_step_module
 from dcpfs.checkpointer.process_saver import ProcessSaver
+from dcpfs.dcp import source as source_module
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.storage.s3_store import S3Store
@@ -43,12 +46,15 @@ from dcpfs.testing.faulty import FaultyStore
 
 _IMPORTED = (dcpfs.DistributedCheckpointer, S3Store, "torch.utils.serialization")
 
-__all__ = ["KEEP_LAST", "Order", "gate_of", "values_of"]
+__all__ = ["KEEP_LAST", "Order", "columns_of", "gate_of", "halt_saves", "values_of"]
 
 KEEP_LAST = 2
 ROWS, COLUMNS = 96, 64
 """Of the sharded tensor: 2, 3 and 4 ranks have equal shares of it."""
-CLONE_NEWNET = 0x40000000
+LARGE_BYTES = 6 << 20
+"""Of a rank's share where its file is to be uploaded in parts: two of them."""
+PART_BYTES = 5 << 20
+CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 @dataclass(frozen=True)
@@ -64,9 +70,14 @@ class Order:
         saves: How many steps each rank saves.
         timeout_seconds: Of an exchange of the checkpointer.
         networks: Network namespace of each rank; none: that of the test.
-        halts: Of a rank: how the name of the object ends before whose first change it tells ``halted`` and waits for
-            its second gate.
+        addresses: Of the ranks in these, which are machines of their own by that name.
+        halts: Of a rank: how the name of the object ends before whose first change it, or its background process,
+            tells ``halted`` and waits for its second gate.
+        load_halts: The same before the first read of an object, in a load.
         waits: Each save is waited for; else the next one does that.
+        pauses: A rank whose save has failed waits for its second gate.
+        columns: Of the sharded tensor.
+        retry: Settings of retries; none: the usual ones.
     """
 
     name: str
@@ -77,8 +88,13 @@ class Order:
     saves: int = 3
     timeout_seconds: float = 120.0
     networks: list[str] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
     halts: dict[str, str] = field(default_factory=dict)
+    load_halts: dict[str, str] = field(default_factory=dict)
     waits: bool = True
+    pauses: bool = False
+    columns: int = COLUMNS
+    retry: dict[str, float] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -96,9 +112,14 @@ def gate_of(order: Order, rank: int, number: int = 0) -> Path:
 # --- the state
 
 
-def values_of(step: int, rank: int) -> dict[str, dict[str, Any]]:
+def columns_of(world_size: int, *, large: bool) -> int:
+    """Columns of the sharded tensor; large: such that each rank uploads its share in parts."""
+    return world_size * LARGE_BYTES // (ROWS * 4) if large else COLUMNS
+
+
+def values_of(step: int, rank: int, columns: int = COLUMNS) -> dict[str, dict[str, Any]]:
     """A step's state, with whole tensors."""
-    sharded = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS) + step * 10_000
+    sharded = torch.arange(ROWS * columns, dtype=torch.float32).reshape(ROWS, columns) + step * 10_000
     return {
         "model": {"sharded": sharded, "shared": torch.full((20_000,), float(step))},
         "optim": {"state.shared.step": step, "state.shared.exp_avg": torch.full((300,), step + 0.5)},
@@ -107,8 +128,8 @@ def values_of(step: int, rank: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def _make_state(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    state = values_of(0, rank)
+def _make_state(rank: int, world_size: int, columns: int) -> dict[str, dict[str, Any]]:
+    state = values_of(0, rank, columns)
     mesh = init_device_mesh("cpu", (world_size,))
     local = state["model"]["sharded"].chunk(world_size)[rank].clone()
     state["model"]["sharded"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
@@ -124,7 +145,7 @@ def _share(name: str, value: Any, rank: int, world_size: int) -> Any:
 
 
 def _fill(state: dict[str, dict[str, Any]], step: int, rank: int, world_size: int) -> None:
-    for key, values in values_of(step, rank).items():
+    for key, values in values_of(step, rank, state["model"]["sharded"].shape[1]).items():
         for name, value in values.items():
             held = _local(state[key][name])
             if isinstance(held, torch.Tensor):
@@ -135,7 +156,7 @@ def _fill(state: dict[str, dict[str, Any]], step: int, rank: int, world_size: in
 
 def _differences(state: dict[str, dict[str, Any]], step: int, rank: int, world_size: int) -> list[str]:
     found = []
-    for key, values in values_of(step, rank).items():
+    for key, values in values_of(step, rank, state["model"]["sharded"].shape[1]).items():
         if state[key].keys() != values.keys():
             found.append(f"{key} has {list(state[key])}")
             continue
@@ -151,25 +172,17 @@ def _differences(state: dict[str, dict[str, Any]], step: int, rank: int, world_s
 
 
 def _run_rank(order: Order, rank: int) -> None:
-    def tell(*words: object) -> None:
-        os.write(1, (" ".join(map(str, (order.name, rank, *words))).replace("\n", " ")[:2000] + "\n").encode())
-
-    def wait_at_gate(number: int) -> None:
-        with open(gate_of(order, rank, number), "rb") as gate:
-            gate.read()
-
+    tell = functools.partial(_tell, order, rank)
     torch.set_num_threads(1)
     if order.networks:
-        _enter_network(order.networks[rank])
+        _enter_network(order.networks[rank], order.addresses, rank)
     if str(rank) in order.halts:
-
-        def halt(path: str) -> None:
-            tell("halted", path)
-            wait_at_gate(1)
-
-        save_step_module.open_store = functools.partial(  # type: ignore[attr-defined]  # not exported
-            _open_halting, order.halts[str(rank)], halt
-        )
+        _halt_saves_of_children(order, rank)
+        halt_saves(order, rank)
+    if str(rank) in order.load_halts:
+        halting = functools.partial(_open_halting, order.load_halts[str(rank)], functools.partial(_halt, order, rank))
+        for module in (resume_module, source_module):
+            setattr(module, "open_store", halting)  # noqa: B010 - not exported
     dist.init_process_group(
         "gloo",
         init_method=f"file://{order.folder}/{order.name}",
@@ -177,7 +190,7 @@ def _run_rank(order: Order, rank: int) -> None:
         world_size=order.world_size,
         timeout=timedelta(seconds=order.timeout_seconds),
     )
-    state = _make_state(rank, order.world_size)
+    state = _make_state(rank, order.world_size, order.columns)
     config = dcpfs.CheckpointConfig.model_validate(
         {
             "save_dir": order.save_dir,
@@ -186,12 +199,14 @@ def _run_rank(order: Order, rank: int) -> None:
             "rng": "none",
             "keep_last": KEEP_LAST,
             "timeout_seconds": order.timeout_seconds,
+            "transfer": {"part_bytes": PART_BYTES},
+            "retry": order.retry,
         }
     )
     checkpointer = dcpfs.DistributedCheckpointer(config)
     saver = checkpointer._saver
     tell("saver", saver.pid if isinstance(saver, ProcessSaver) else 0)
-    wait_at_gate(0)
+    _wait_at_gate(order, rank, 0)
     try:
         start = checkpointer.load_state(dict(state))
     except Exception as error:
@@ -220,8 +235,19 @@ def _run_rank(order: Order, rank: int) -> None:
             failures += 1
             if failures == 2:
                 break
+            if order.pauses:
+                _wait_at_gate(order, rank, 1)
     if _close(checkpointer, tell) and flying:
         tell("saved", flying)
+
+
+def _tell(order: Order, rank: int, *words: object) -> None:
+    os.write(1, (" ".join(map(str, (order.name, rank, *words))).replace("\n", " ")[:2000] + "\n").encode())
+
+
+def _wait_at_gate(order: Order, rank: int, number: int) -> None:
+    with open(gate_of(order, rank, number), "rb") as gate:
+        gate.read()
 
 
 def _close(checkpointer: dcpfs.DistributedCheckpointer, tell: Callable[..., None]) -> bool:
@@ -234,26 +260,68 @@ def _close(checkpointer: dcpfs.DistributedCheckpointer, tell: Callable[..., None
     return True
 
 
-def _enter_network(name: str) -> None:
-    """As ``ip netns exec`` does."""
+def _enter_network(name: str, addresses: list[str], rank: int) -> None:
+    """As ``ip netns exec`` does; with addresses, on a host of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
+    if libc.setns(descriptor, CLONE_NEWNET) != 0 or (addresses and libc.unshare(CLONE_NEWUTS) != 0):
         raise OSError(ctypes.get_errno(), f"can't enter {name}")
     os.close(descriptor)
     os.environ["GLOO_SOCKET_IFNAME"] = "ranks"
+    if addresses:
+        # Background processes of several machines meet at the coordinator's address.
+        socket.sethostname(addresses[rank])
+        os.environ["MASTER_ADDR"] = addresses[0]
+
+
+# --- halts
+
+
+def halt_saves(order: Order, rank: int) -> None:
+    """Let the saves of this process halt where an order says so."""
+    halt = functools.partial(_halt, order, rank)
+    opens = functools.partial(_open_halting, order.halts[str(rank)], halt)
+    setattr(save_step_module, "open_store", opens)  # noqa: B010 - not exported
+
+
+def _halt_saves_of_children(order: Order, rank: int) -> None:
+    """The same in background processes that this one starts."""
+    site = Path(order.folder) / f"{order.name}-site-{rank}"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import json, sys\n"
+        "if any('dcpfs.background.worker' in each for each in sys.orig_argv):\n"
+        "    from tests.faults.storm_ranks import Order, halt_saves\n"
+        f"    halt_saves(Order(**json.loads({order.to_line()!r})), {rank})\n"
+    )
+    sys.path.insert(0, str(site))
+
+
+def _halt(order: Order, rank: int, path: str) -> None:
+    _tell(order, rank, "halted", path)
+    _wait_at_gate(order, rank, 1)
 
 
 class _HaltingStore(FaultyStore):
+    """Halts once: before the first change of an object in a save, or before its first read in a load."""
+
     def __init__(self, store: Store, ending: str, halt: Callable[[str], object]) -> None:
         super().__init__(store)
         self._ending = ending
         self._halt: Callable[[str], object] | None = halt
 
     def mutate(self, verb: str, path: str, action: Callable[[], Any]) -> Any:
+        self._halt_at(path)
+        return super().mutate(verb, path, action)
+
+    def read_into(self, path: str, start: int, buffers: Any) -> None:
+        self._halt_at(path)
+        super().read_into(path, start, buffers)
+
+    def _halt_at(self, path: str) -> None:
         if self._halt is not None and path.endswith(self._ending):
             halt, self._halt = self._halt, None
             halt(path)
-        return super().mutate(verb, path, action)
 
 
 def _open_halting(ending: str, halt: Callable[[str], object], location: Location, **options: Any) -> Store:

@@ -108,6 +108,43 @@ def test_cases_30_42_53_background_processes_and_their_trainers_killed_leave_one
     storm.check_clean()
 
 
+def upload(operation: str, asks: int, ending: str = "") -> Callable[[str, str, int], bool]:
+    """A rank's requests of one kind about its uploads."""
+    return lambda given, name, rank: given == operation and rank == asks and name.endswith(ending)
+
+
+UPLOAD_HITS: dict[str, tuple[Hit, set[int]]] = {
+    "before it starts": (Hit(Victims.RANK, 1, matches=upload("CreateMultipartUpload", 1), applied=False), set()),
+    "as it has started": (Hit(Victims.RANK, 1, matches=upload("CreateMultipartUpload", 1)), {1}),
+    "in a part": (Hit(Victims.RANK, 0, matches=upload("UploadPart", 0), applied=False), {0}),
+    "after all parts": (Hit(Victims.RANK, 1, matches=upload("UploadPart", 1), at=1), {1}),
+    "before it is whole": (Hit(Victims.RANK, 0, matches=upload("CompleteMultipartUpload", 0), applied=False), {0}),
+    "as it is whole": (Hit(Victims.RANK, 1, matches=upload("CompleteMultipartUpload", 1)), set()),
+}
+"""What is hit of a rank's upload, and whose upload is left: nobody else's, and never one that is whole."""
+
+
+def test_cases_31_83_ranks_killed_in_uploads_leave_their_own_and_the_others_none(
+    scripted_s3: ScriptedS3Server, forked_ranks: ForkedRanks, tmp_path: Path
+) -> None:
+    storm = Storm(scripted_s3, forked_ranks, tmp_path, world_size=2, mode="disabled", large=True)
+    storm.run(saves=2).check()
+    assert "UploadPart" in scripted_s3.operations()
+    for name, (hit, leave) in UPLOAD_HITS.items():
+        before = set(storm.left)
+        report = storm.run(hit, saves=1)
+        assert report.struck, name
+        report.check()
+        assert report.steps("saved") == [], name
+        assert {rank for each, rank in storm.left.items() if each not in before} == leave, name
+        scripted_s3.forget()
+    report = storm.run(saves=2)
+    report.check()
+    assert report.steps("resumed") == [2, 2]
+    storm.check_clean()
+    assert len(storm.left) == sum(len(leave) for _, leave in UPLOAD_HITS.values())
+
+
 # --- the storm
 
 
@@ -125,13 +162,21 @@ def random_hit(chance: random.Random, world_size: int, mode: str, requests: int)
 
 
 def storm_of(
-    server: ScriptedS3Server, ranks: ForkedRanks, folder: Path, mode: str, world_size: int, kills: int, seed: int
+    server: ScriptedS3Server,
+    ranks: ForkedRanks,
+    folder: Path,
+    mode: str,
+    world_size: int,
+    kills: int,
+    seed: int,
+    *,
+    large: bool = False,
 ) -> str:
     """Rounds until so many kills have come; then one without."""
     chance = random.Random(seed)
     started = time.monotonic()
     struck, rounds, slowest = 0, 0, 0.0
-    storm = Storm(server, ranks, folder, world_size=world_size, mode=mode)
+    storm = Storm(server, ranks, folder, world_size=world_size, mode=mode, large=large)
     calm = storm.run(saves=PLANTED)
     calm.check()
     requests = calm.requests
@@ -151,7 +196,8 @@ def storm_of(
     minutes = (time.monotonic() - started) / 60
     return (
         f"{mode}, {world_size} ranks, seed {seed}: {struck} kills in {rounds} rounds survived in {minutes:.1f} min, "
-        f"step {storm.confirmed} reached, {probes} probes left, survivors ended within {slowest:.1f} s"
+        f"step {storm.confirmed} reached, {probes} probes and {len(storm.left)} uploads of the dead left, "
+        f"survivors ended within {slowest:.1f} s"
     )
 
 
@@ -174,3 +220,12 @@ def test_hundreds_of_kills(
     scripted_s3: ScriptedS3Server, forked_ranks: ForkedRanks, tmp_path: Path, mode: str, world_size: int, kills: int
 ) -> None:
     print(storm_of(scripted_s3, forked_ranks, tmp_path, mode, world_size, kills, seed=world_size))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("mode", "world_size", "kills"), [("disabled", 2, 30), (THREAD, 3, 30), (PROCESS, 2, 10)])
+def test_kills_among_uploads_in_parts(
+    scripted_s3: ScriptedS3Server, forked_ranks: ForkedRanks, tmp_path: Path, mode: str, world_size: int, kills: int
+) -> None:
+    print(storm_of(scripted_s3, forked_ranks, tmp_path, mode, world_size, kills, seed=world_size, large=True))
