@@ -16,11 +16,12 @@ import contextlib
 import functools
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import s3fs
 import torch
 
 import dcpfs
@@ -41,10 +42,12 @@ from dcpfs.testing.faulty import FaultPlan, FaultyStore
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Life", "ReadFaultStore", "arm", "armed", "check_version", "fill", "opened", "states_of"]
+__all__ = ["LARGE_VALUES", "Life", "ReadFaultStore", "arm", "armed", "check_version", "fill", "opened", "states_of"]
 
 PARTS = TransferConfig(part_bytes=64 << 10, concurrency=1, local_concurrency=1, durability=Durability.PAGE_CACHE)
 """One request after the other, so that the n-th is always the same."""
+SMALL_VALUES, LARGE_VALUES = 20_000, 1_600_000
+"""Of the largest tensor. The large one, 6.4 MB, goes to S3 in two parts: it takes none below 5 MiB."""
 ONCE = RetryConfig(attempts=1)
 FOLDER = "DCPFS_TESTS_CRASH_PLANS"
 
@@ -83,14 +86,20 @@ def _open_planned(folder: Path, location: Location, **options: Any) -> Store:
 
 
 class _PlannedStore(FaultyStore):
-    """Tells a file how many mutating calls there were."""
+    """Tells a file which mutating calls there were."""
 
     def __init__(self, store: Store, plan: FaultPlan, told: Path) -> None:
         super().__init__(store, plan)
         self._told = told
+        self._calls: list[str] = []
+
+    def mutate(self, verb: str, path: str, action: Callable[[], Any]) -> Any:
+        if not self.is_dead:
+            self._calls.append(f"{verb} {path}\n")
+        return super().mutate(verb, path, action)
 
     def close(self) -> None:
-        self._told.write_text(str(self.mutations))
+        self._told.write_text("".join(self._calls))
         super().close()
 
 
@@ -138,10 +147,10 @@ class ReadFaultStore(FaultyStore):
 # --- the state
 
 
-def states_of(version: int) -> dict[str, dict[str, Any]]:
+def states_of(version: int, values: int = SMALL_VALUES) -> dict[str, dict[str, Any]]:
     """A training state in which every value tells which save it is of."""
     return {
-        "model": {"large": torch.full((20_000,), float(version)), "small": torch.full((7,), version + 0.5)},
+        "model": {"large": torch.full((values,), float(version)), "small": torch.full((7,), version + 0.5)},
         "optim": {"state.large.exp_avg": torch.full((300,), version - 0.25), "state.large.step": version},
         "dataloader": {"position": [version] * 20},
         "trainer": {"version": version, "note": f"of {version} " * 50},
@@ -150,7 +159,7 @@ def states_of(version: int) -> dict[str, dict[str, Any]]:
 
 def fill(states: dict[str, dict[str, Any]], version: int) -> None:
     """Overwrite all values, as training does."""
-    for key, values in states_of(version).items():
+    for key, values in states_of(version, states["model"]["large"].numel()).items():
         for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 states[key][name].copy_(value)
@@ -158,15 +167,15 @@ def fill(states: dict[str, dict[str, Any]], version: int) -> None:
                 states[key][name] = value
 
 
-def check_version(found: Mapping[str, Mapping[str, Any]], version: int) -> None:
+def check_version(found: Mapping[str, Mapping[str, Any]], version: int, values: int = SMALL_VALUES) -> None:
     """All values are those of a version.
 
     Raises:
         AssertionError: One is not.
     """
-    for key, values in states_of(version).items():
-        assert found[key].keys() == values.keys()
-        for name, value in values.items():
+    for key, wanted in states_of(version, values).items():
+        assert found[key].keys() == wanted.keys()
+        for name, value in wanted.items():
             assert _equal(found[key][name], value), f"{key}/{name} of version {version}"
 
 
@@ -186,15 +195,17 @@ class Life:
         place: The run's directory.
         mode: Who saves.
         folder: That of `armed`.
+        values: Of the largest tensor.
 
     Attributes:
         versions: Of the steps that should be there, as far as retention keeps them.
     """
 
-    def __init__(self, place: Location, mode: str, folder: Path) -> None:
+    def __init__(self, place: Location, mode: str, folder: Path, values: int = SMALL_VALUES) -> None:
         self.place = place
         self.versions: dict[int, int] = {}
         self._folder = folder
+        self._values = values
         self._config = dcpfs.CheckpointConfig(
             save_dir=place.url,
             storage_options=place.storage_options,
@@ -204,7 +215,7 @@ class Life:
             transfer=PARTS,
             retry=ONCE,
         )
-        self._states = states_of(0)
+        self._states = states_of(0, values)
         self._checkpointer = dcpfs.DistributedCheckpointer(self._config)
 
     def __enter__(self) -> Self:
@@ -238,9 +249,17 @@ class Life:
         self.versions[step] = version
         self.versions = dict(sorted(self.versions.items())[-2:])
 
-    def mutations(self) -> int:
-        """Mutating calls of the last save."""
-        return int((self._folder / "mutations").read_text())
+    def calls(self) -> list[tuple[str, str]]:
+        """Mutating calls of the last save: verb and name."""
+        lines = (self._folder / "mutations").read_text().splitlines()
+        return [(verb, name) for verb, _, name in (line.partition(" ") for line in lines)]
+
+    def uploads(self) -> set[str]:
+        """Uploads in parts, below the run on S3, that are neither complete nor aborted."""
+        bucket, _, prefix = self.place.path.partition("/")
+        filesystem = s3fs.S3FileSystem(**self.place.storage_options)
+        found = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix).get("Uploads") or []
+        return {each["UploadId"] for each in found if each["Key"].startswith(f"{prefix}/")}
 
     def resume(self, fails_at: int | None = None) -> tuple[int, int]:
         """Step and version that a new reader resumes from.
@@ -256,7 +275,7 @@ class Life:
         def open_counted(location: Location, **options: Any) -> Store:
             return ReadFaultStore(open_store(location, **options), self.questions, fails_at)
 
-        found = states_of(0)
+        found = states_of(0, self._values)
         with pytest.MonkeyPatch.context() as patch:
             for module in (resume_module, source_module):
                 patch.setattr(module, "open_store", open_counted)
@@ -264,7 +283,7 @@ class Life:
                 step = reader.load_state(dict(found))
         version = found["trainer"]["version"]
         assert isinstance(version, int)
-        check_version(found, version)
+        check_version(found, version, self._values)
         return step, version
 
     def check_step(self, step: int) -> int:

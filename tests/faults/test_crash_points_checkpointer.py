@@ -10,7 +10,7 @@ import contextlib
 import enum
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from dcpfs.storage.location import Location
 from dcpfs.testing.faulty import Aftermath, FaultPlan, InjectedError, Moment
 from dcpfs.testing.servers import SeaweedServer
 from tests.conformance.step_scene import location_on
-from tests.faults.crash_life import Life, armed
+from tests.faults.crash_life import LARGE_VALUES, Life, armed
 
 MODES = ["disabled", "async", "async_with_pinned_mem"]
 COMMITTED = "is complete"
@@ -40,17 +40,42 @@ class Pick(enum.Enum):
     ALL = "every request, both moments, both aftermaths"
     BY_TURNS = "every request and both moments, the aftermaths by turns"
     FEW = "every third request, moments and aftermaths by turns"
+    PARTS = "those of uploads in parts, the aftermaths by turns"
+    ALL_PARTS = "those of uploads in parts, both moments, both aftermaths"
 
 
-def points(mutations: int, pick: Pick) -> Iterator[FaultPlan]:
-    """Crash points of a save of so many mutating calls."""
-    for mutation, moment, aftermath in itertools.product(range(1, mutations + 1), Moment, Aftermath):
+Call = tuple[str, str]
+"""Verb and name of a mutating call."""
+
+
+def points(calls: Sequence[Call], pick: Pick) -> Iterator[FaultPlan]:
+    """Crash points of a save of such mutating calls."""
+    for (mutation, call), moment, aftermath in itertools.product(enumerate(calls, 1), Moment, Aftermath):
         even = (moment is Moment.BEFORE) == (aftermath is Aftermath.DEAD)
-        if pick is Pick.BY_TURNS and even == mutation % 2:
+        if pick in (Pick.BY_TURNS, Pick.PARTS) and even == mutation % 2:
+            continue
+        if pick in (Pick.PARTS, Pick.ALL_PARTS) and not is_of_upload(calls, call):
             continue
         if pick is Pick.FEW and (mutation % 3 != 1 or even or (moment is Moment.BEFORE) == (mutation % 2 == 0)):
             continue
         yield FaultPlan(mutation=mutation, moment=moment, aftermath=aftermath)
+
+
+def is_of_upload(calls: Sequence[Call], call: Call) -> bool:
+    """Whether a call is one of those that write an object in several parts."""
+    verb, name = call
+    return verb in {"write", "commit"} and calls.count(("write", name)) > 1
+
+
+def leaves_upload(calls: Sequence[Call], plan: FaultPlan) -> bool:
+    """Whether a process that dies at a crash point leaves an upload that was neither completed nor aborted."""
+    number = plan.mutation or 0
+    if plan.aftermath is not Aftermath.DEAD or not is_of_upload(calls, calls[number - 1]):
+        return False
+    verb, name = calls[number - 1]
+    if verb == "commit":
+        return plan.moment is Moment.BEFORE
+    return plan.moment is Moment.AFTER or ("write", name) in calls[: number - 1]
 
 
 def begin(life: Life, scene: Scene) -> int:
@@ -69,9 +94,16 @@ def go_through(life: Life, scene: Scene, pick: Pick) -> int:
         life.save_clean(version, version)
     life.save_clean(begin(life, scene), 4)
     tried = 0
-    for plan in points(life.mutations(), pick):
+    calls = life.calls()
+    for plan in points(calls, pick):
         target, new = begin(life, scene), 5 + 2 * tried
+        uploads = life.uploads() if pick in (Pick.PARTS, Pick.ALL_PARTS) else set()
         error = life.save(target, new, plan)
+        if pick in (Pick.PARTS, Pick.ALL_PARTS):
+            left = life.uploads()
+            assert uploads <= left
+            assert len(left) == len(uploads) + leaves_upload(calls, plan), plan
+            uploads = left
         step, version = life.resume()
         before = dict(sorted(life.versions.items())[-2:] if scene is Scene.AGAIN else [max(life.versions.items())])
         assert (step, version) in {*before.items(), (target, new)}, plan
@@ -88,6 +120,8 @@ def go_through(life: Life, scene: Scene, pick: Pick) -> int:
         life.save_clean(target if error is not None else target + 1, new + 1)  # the same one again, if it failed
         assert life.resume() == max(life.versions.items()), f"{plan}: the next save"
         life.check_clean()
+        if pick in (Pick.PARTS, Pick.ALL_PARTS):
+            assert life.uploads() == uploads, f"{plan}: the next save"
         tried += 1
     return tried
 
@@ -97,9 +131,12 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="dcpfs")
 
 
-def try_all(place: Location, mode: str, scenes: Iterable[tuple[Scene, Pick]], folder: Path) -> int:
+def try_all(
+    place: Location, mode: str, scenes: Iterable[tuple[Scene, Pick]], folder: Path, *, large: bool = False
+) -> int:
     """All scenes in one directory, with one checkpointer. How many crash points were tried."""
-    with armed(folder / "plans"), Life(place, mode, folder / "plans") as life:
+    sizes = {"values": LARGE_VALUES} if large else {}
+    with armed(folder / "plans"), Life(place, mode, folder / "plans", **sizes) as life:
         return sum(go_through(life, scene, pick) for scene, pick in scenes)
 
 
@@ -117,6 +154,20 @@ def test_cases_2_30_34_35_a_run_on_s3_outlives_a_failure_at_any_request(
 ) -> None:
     scenes = [(scene, Pick.FEW) for scene in (Scene.NEXT, Scene.AGAIN)]
     assert try_all(location_on("s3", tmp_path, lambda: seaweed), mode, scenes, tmp_path) >= 10
+
+
+def test_cases_31_83_a_failure_within_an_upload_leaves_no_part_of_it(seaweed: SeaweedServer, tmp_path: Path) -> None:
+    """Only a process that dies leaves an upload, which no later save takes for its own."""
+    place = location_on("s3", tmp_path, lambda: seaweed)
+    assert try_all(place, "disabled", [(Scene.NEXT, Pick.PARTS)], tmp_path, large=True) == 2 * (2 + 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_crash_point_within_an_upload(seaweed: SeaweedServer, tmp_path: Path, mode: str) -> None:
+    place = location_on("s3", tmp_path, lambda: seaweed)
+    assert try_all(place, mode, [(Scene.AGAIN, Pick.ALL_PARTS)], tmp_path, large=True) == 4 * (2 + 1)
 
 
 @pytest.mark.parametrize("scene", [Scene.NEXT, Scene.REMAINS])
