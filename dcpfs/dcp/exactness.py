@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from dcpfs.dcp.host_memory import has_memory
 from dcpfs.errors import UnsupportedValueError
 from dcpfs.torch_private import is_wrapper
 
@@ -31,7 +32,7 @@ def check_storable_tensor(key: str, tensor: torch.Tensor) -> None:
         UnsupportedValueError: It is not; names key, kind and remedy.
     """
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta:
-        if tensor.is_quantized or tensor.is_nested or (not tensor.data_ptr() and tensor.numel()):
+        if tensor.is_quantized or tensor.is_nested or not has_memory(tensor):
             raise _refusal(key, tensor)
         return
     kind = _hindrance(tensor)
@@ -83,6 +84,6 @@ def _lacks_memory(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 0:
         return False
     try:
-        return tensor.untyped_storage().nbytes() == 0 or tensor.data_ptr() == 0
+        return not has_memory(tensor) or tensor.data_ptr() == 0
     except (RuntimeError, NotImplementedError):
         return True

@@ -83,6 +83,26 @@ def is_resident(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and not tensor.is_neg() and not (tensor.dtype.is_complex and tensor.is_conj())
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether all elements of a dense tensor lie within its storage.
+
+    Those of a storage that was freed or made smaller by ``resize_`` don't (FSDP does so to parameters that are not
+    gathered), and of a view that begins further on not even the address tells: it is a number near 0.
+    """
+    size_bytes = tensor.nbytes
+    try:
+        held_bytes = tensor.untyped_storage().nbytes()
+    except RuntimeError:  # a device that does not show its storages
+        return True
+    start_bytes = tensor.storage_offset() * tensor.itemsize
+    if start_bytes + size_bytes <= held_bytes and tensor.is_contiguous():
+        return True
+    if not size_bytes:
+        return True
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start_bytes + (reach + 1) * tensor.itemsize <= held_bytes
+
+
 def known_bytes(tensor: torch.Tensor, size_bytes: int) -> memoryview:
     """What `resident_bytes` shows, of a tensor that is known to be such and to have that many bytes, not 0."""
     address = tensor.data_ptr()

@@ -24,13 +24,14 @@ from dcpfs import torch_private
 from dcpfs.config import CastPolicy
 from dcpfs.dcp.casting import allows_cast
 from dcpfs.dcp.coverage import find_fault
-from dcpfs.dcp.host_memory import is_resident
+from dcpfs.dcp.host_memory import has_memory, is_resident
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.read_plan import intersect_boxes
 from dcpfs.errors import CorruptCheckpointError, KeyMismatchError
 from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryLocation, TensorRecord
 
 __all__ = [
+    "FREED",
     "OVERLAPPING",
     "Match",
     "check_plausible",
@@ -47,6 +48,9 @@ __all__ = [
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _SHOWN = 10
 OVERLAPPING = "an expanded tensor or overlapping windows: elements share memory, so it can't be loaded into; clone() it"
+FREED = (
+    "its memory has been freed (as of a sharded parameter that is not gathered), so it can't be loaded into; gather it"
+)
 _REMEDY = "correct the state, or load with strict=False to take what fits and get a report of the rest"
 
 
@@ -139,7 +143,7 @@ def _plain_want(key: str, leaf: torch.Tensor, record: TensorRecord) -> TensorWan
     if (sizes is not shape and sizes != shape) or not leaf.is_contiguous():
         return None
     resident = is_resident(leaf)
-    if (not resident and leaf.is_meta) or torch_private.global_shape(leaf) is not None:
+    if (not resident and leaf.is_meta) or torch_private.global_shape(leaf) is not None or not has_memory(leaf):
         return None
     target = leaf.detach() if leaf.requires_grad else leaf
     return _make_want((key, dtype, shape, location, offsets, shape, target, resident))
@@ -173,6 +177,8 @@ def _describe_whole(leaf: object, dtype: torch.dtype, shape: tuple[int, ...], al
         return torch_private.describe_sharding_fault(leaf)
     if type(leaf) not in _PLAIN and torch_private.is_wrapper(leaf):
         return f"{_article(type(leaf).__name__)}, a tensor subclass that can't be loaded into in place"
+    if type(leaf) in _PLAIN and not has_memory(leaf):
+        return FREED
     if overlaps_itself(leaf):
         return OVERLAPPING
     return None
@@ -236,6 +242,8 @@ def _describe_boxes(boxes: Iterable[tuple[tuple[int, ...], tuple[int, ...], torc
                 f"a part of shape {tuple(target.shape)} on this rank, to which its placements give {sizes}; pass shape "
                 "and stride of the whole to DTensor.from_local"
             )
+        if not torch_private.is_wrapper(target) and not has_memory(target):
+            return FREED
         if overlaps_itself(target):
             return OVERLAPPING
     return None

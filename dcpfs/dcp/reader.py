@@ -33,10 +33,10 @@ from dcpfs.config import CastPolicy, RetryConfig, TransferConfig, Trust, VerifyM
 from dcpfs.dcp.aliases import find_aliases, require_agreeing
 from dcpfs.dcp.casting import allows_cast
 from dcpfs.dcp.fetch import Fetch
-from dcpfs.dcp.host_memory import is_resident
+from dcpfs.dcp.host_memory import has_memory, is_resident
 from dcpfs.dcp.landing import TensorWant
 from dcpfs.dcp.load_planner import LoadPlanner as CheckedLoadPlanner
-from dcpfs.dcp.matching import OVERLAPPING, key_mismatch_error, local_boxes, no_data_error, overlaps_itself
+from dcpfs.dcp.matching import FREED, OVERLAPPING, key_mismatch_error, local_boxes, no_data_error, overlaps_itself
 from dcpfs.dcp.source import CheckpointSource
 from dcpfs.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, DcpfsError
 from dcpfs.format.collector import paused_collector
@@ -44,6 +44,7 @@ from dcpfs.format.index import BytesRecord, CheckpointIndex, ChunkRecord, EntryL
 from dcpfs.format.metadata import index_metadata
 from dcpfs.format.naming import naming
 from dcpfs.storage.location import Location
+from dcpfs.torch_private import is_wrapper
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["FsspecStorageReader"]
 
 _logger = logging.getLogger(__name__)
+_SHOWN = 10
 
 
 class FsspecStorageReader(StorageReader):
@@ -239,10 +241,14 @@ class FsspecStorageReader(StorageReader):
         mismatched: dict[str, str] = {}
         planned: dict[str, int] = {}
         policy = getattr(planner, "allow_cast", CastPolicy.NEVER)
+        state = getattr(planner, "state_dict", None)
+        replaced: list[str] = []
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type is LoadItemType.BYTE_IO:
                 fetch.add_object(key, lookup.find_object(item.storage_index))
+                if isinstance(state, Mapping) and isinstance(state.get(item.dest_index.fqn), torch.Tensor):
+                    replaced.append(item.dest_index.fqn)
                 continue
             record, chunk = lookup.find_chunk(item.storage_index)
             target = planner.resolve_tensor(item)
@@ -261,6 +267,13 @@ class FsspecStorageReader(StorageReader):
         if mismatched:
             raise key_mismatch_error(self._source.url, mismatched=mismatched)
         _check_planned(planner, index, planned)
+        if replaced:
+            _logger.warning(
+                "loading %s: tensors in the state, other values in the checkpoint, which the planner puts in their "
+                "place in the mapping that was given: %s",
+                self._source.url,
+                ", ".join(map(repr, replaced[:_SHOWN])) + (" and others" if len(replaced) > _SHOWN else ""),
+            )
         aliases = find_aliases(wants)
         require_agreeing(aliases, self._source.url)
         fetch.add_aliases(aliases)
@@ -346,6 +359,8 @@ def _is_filled_whole(target: torch.Tensor, record: TensorRecord, chunk: ChunkRec
         and target.size() == item.lengths
         and target.is_contiguous()
         and is_resident(target)
+        and (type(target) is torch.Tensor or not is_wrapper(target))
+        and has_memory(target)
     )
 
 
@@ -356,6 +371,12 @@ def _describe_target(target: torch.Tensor, record: TensorRecord, item: ReadItem,
         return f"{target.dtype} in the state, {record.dtype} in the checkpoint"
     if target.is_meta:
         return "on the meta device, which has no memory to load into; give it some with to_empty()"
+    if target.layout is not torch.strided:
+        return f"a tensor of layout {target.layout} in the state, a dense tensor in the checkpoint"
+    if is_wrapper(target):
+        return f"a {type(target).__name__}, a tensor subclass that can't be loaded into in place"
+    if not has_memory(target):
+        return FREED
     if overlaps_itself(target):
         return OVERLAPPING
     return None

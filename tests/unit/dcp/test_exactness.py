@@ -54,6 +54,23 @@ def test_case_17_a_wrapper_subclass_is_refused() -> None:
         check_storable_tensor("w", Wrapper.wrap(torch.ones(2)))
 
 
+@pytest.mark.parametrize("kept", [0, 40])
+def test_memory_that_was_freed_is_refused(kept: int) -> None:
+    whole = torch.ones(20)
+    views = [whole, whole[10:], whole[2:].as_strided((3,), (8,)), whole[:16].view(4, 4).t(), torch.nn.Parameter(whole)]
+    whole.untyped_storage().resize_(kept)
+    for view in views:
+        with pytest.raises(UnsupportedValueError, match="freed") as caught:
+            check_storable_tensor("w", view)
+        assert "'w'" in str(caught.value)
+
+
+def test_views_within_their_storage_are_not_taken_for_freed() -> None:
+    whole = torch.arange(20.0)
+    for tensor in (whole[19:], whole[20:], whole[3::4], whole.expand(3, 20), whole.as_strided((3, 4), (2, 5))):
+        check_storable_tensor("w", tensor)
+
+
 class Named(torch.Tensor):
     """A subclass with memory of its own."""
 

@@ -120,6 +120,19 @@ def test_an_expanded_target_is_a_mismatch_and_no_failure_amid_the_copies() -> No
     assert "clone()" in match.mismatched["a"]
 
 
+@pytest.mark.parametrize("kept", [0, 8])
+def test_memory_that_was_freed_is_a_mismatch(kept: int) -> None:
+    whole = torch.ones(20)
+    state = {"view": whole[10:14], "rows": whole[4:16].view(3, 4).t(), "parameter": torch.nn.Parameter(whole[12:])}
+    index = _index(view=_tensor((4,)), rows=_tensor((4, 3)), parameter=_tensor((8,)))
+    assert match_state(dict(state), index).mismatched == {}
+    whole.untyped_storage().resize_(kept)
+    match = match_state(dict(state), index)
+    assert match.wants == []
+    assert set(match.mismatched) == set(state)
+    assert all("memory has been freed" in text for text in match.mismatched.values())
+
+
 def test_windows_that_overlap_are_a_mismatch_and_others_are_not() -> None:
     """The value that arrives last would win in the elements that two of them share."""
     memory = torch.zeros(64)
