@@ -15,6 +15,7 @@ planners). Without collectives each rank writes a file of its own: `merge_indexe
 from __future__ import annotations
 
 import json
+import logging
 import math
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,6 +65,8 @@ __all__ = [
     "merge_indexes",
     "metadata_from_index",
 ]
+
+_logger = logging.getLogger(__name__)
 
 INDEX_MARK = "dcpfs.index"
 """Among ``storage_meta.modules``: an index follows the pickle. Without it, a file that lost just its index would pass
@@ -229,15 +232,22 @@ def merge_indexes(indexes: Sequence[CheckpointIndex], *, url: str = "the checkpo
             they disagree about the kind, dtype or shape of a key.
     """
     indexes = without_leftovers(indexes, url=url)
-    if not check_one_save([index.rank_save for index in indexes], url=url):
-        key = find_differing_chunk(indexes)
-        if key is not None:
+    is_one_save = check_one_save([index.rank_save for index in indexes], url=url)
+    key = find_differing_chunk(indexes)
+    if key is not None:
+        if not is_one_save:
             raise CorruptCheckpointError(
                 f"reading {url}: ranks that saved by themselves hold different values of {key!r}, and nothing says "
                 "that they did so in one save; load it with dcp.load, where each rank gets its own, or load another "
                 "checkpoint",
                 key=key,
             )
+        _logger.warning(
+            "reading %s: ranks that saved by themselves hold different values of %r; that of the lowest rank counts "
+            "(with dcp.load each rank gets its own)",
+            url,
+            key,
+        )
     merged = CheckpointIndex({}, written_by_dcpfs=bool(indexes) and all(index.written_by_dcpfs for index in indexes))
     merged.structure = _join_notes([index.structure for index in indexes if index.structure is not None])
     for index in indexes:

@@ -95,11 +95,12 @@ def test_what_may_be_two_saves_is_joined_only_when_the_values_agree(notes: tuple
     assert caught.value.key == "shared"
 
 
-def test_ranks_of_one_save_may_differ_and_the_first_counts() -> None:
+def test_ranks_of_one_save_may_differ_and_the_first_counts(caplog: pytest.LogCaptureFixture) -> None:
     merged = merge_indexes([make(RankSave(rank, 2, "a-1"), rank=rank, crc32=rank) for rank in range(2)], url=URL)
     shared = merged.records["shared"]
     assert isinstance(shared, TensorRecord)
     assert shared.chunks[0].location.file == "__0_0.distcp"
+    assert "hold different values of 'shared'; that of the lowest rank counts" in caplog.text
 
 
 def test_absent_ranks_are_said(caplog: pytest.LogCaptureFixture) -> None:
