@@ -5,7 +5,8 @@ Problem: resuming from the highest directory picks one that was never finished (
 nothing could be found, costs weeks.
 
 Way taken: ``latest_checkpoint.txt``, one GET, decides when it names a complete step, for people edit it to roll back.
-Else the newest complete step wins. What was passed over is said by name. Nothing usable is only "from scratch" when
+Else the newest complete step wins, of which training can go on: one that holds the model alone, as a closing save
+leaves it, comes after all others. What was passed over is said by name. Nothing usable is only "from scratch" when
 nothing was ever committed; when something was, it is an error.
 
 `StepSearch` hands out candidates one after the other, best first, so that a step whose checksums turn out wrong, in the
@@ -241,26 +242,44 @@ class StepSearch:
                 yield status
             else:
                 self._skip(status)
+        exports: dict[int, StepStatus] = {}
         for iteration in reversed(iterations):
             if iteration == self.latest:
                 continue
             found = looked_at.get(iteration)
             status = self._look(iteration, named=False) if found is None else found
             self.committed_ever = self.committed_ever or status.was_committed
-            if status.is_complete:
-                if has_pointer:
-                    logger.warning(
-                        "%s: %s is taken instead, the newest usable step; %s names %s",
-                        self._location,
-                        step_name(iteration),
-                        LATEST_NAME,
-                        "none" if self.latest is None else step_name(self.latest),
-                    )
+            if status.is_complete and not status.beside_model:
+                exports[iteration] = status
+            elif status.is_complete:
+                self._note_instead(iteration, next(iter(exports), None), has_pointer=has_pointer)
                 yield status
             elif status.state is not StepState.ABSENT:
                 # A pointer was put by a save that had ended, also one that is cut off or edited to nothing.
                 self.committed_ever |= has_pointer and status.state is StepState.UNKNOWN
                 self._skip(status)
+        for iteration, status in exports.items():
+            self._note_instead(iteration, None, has_pointer=has_pointer)
+            yield status
+
+    def _note_instead(self, iteration: int, export: int | None, *, has_pointer: bool) -> None:
+        """Say that a step is taken that is not the one that is named, or not the newest one."""
+        if has_pointer:
+            logger.warning(
+                "%s: %s is taken instead, the newest usable step; %s names %s",
+                self._location,
+                step_name(iteration),
+                LATEST_NAME,
+                "none" if self.latest is None else step_name(self.latest),
+            )
+        if export is not None:
+            logger.warning(
+                "%s: %s is taken although %s is newer, which holds the model alone; to start from that, set load_step "
+                "or load_path",
+                self._location,
+                step_name(iteration),
+                step_name(export),
+            )
 
     def _note_rolled_back(self, load_step: int) -> None:
         """Say that the run has come further than the step that is chosen: a setting that is left sets it back again."""

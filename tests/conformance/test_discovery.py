@@ -168,6 +168,31 @@ def test_a_pointer_to_a_step_that_is_gone_falls_back_or_fails(scene: Scene) -> N
     assert chosen(scene) == 4
 
 
+def test_a_model_alone_is_resumed_from_when_nothing_else_is_left(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    for iteration in (1, 2):
+        scene.commit(iteration)
+    for iteration in (3, 4):
+        scene.commit(iteration, exports=True)
+    assert chosen(scene) == 2
+    scene.delete(2, "trainer/.metadata")
+    assert chosen(scene) == 1
+    assert "iter_000000001 is taken although iter_000000004 is newer, which holds the model alone" in caplog.text
+    search = StepSearch(scene.store)
+    found = []
+    for _ in range(3):
+        status = search.find()
+        assert status is not None
+        found.append(status.iteration)
+        search.reject("it turned out damaged")
+    assert found == [1, 4, 3]
+    with pytest.raises(IncompleteCheckpointError):
+        search.find()
+    scene.name_latest(4)
+    assert chosen(scene) == 4
+
+
 def test_committed_steps_of_which_none_is_usable_are_an_error_that_names_them(scene: Scene) -> None:
     for iteration in (10, 20):
         scene.commit(iteration, latest=False)
