@@ -14,15 +14,20 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 
+import torch
+
 __all__ = [
     "NUMBERS",
     "TEXTS",
     "damage",
     "edit_json",
+    "edit_numbers",
     "edit_pickle",
     "forge_archive",
+    "forge_entry",
     "forge_metadata",
     "random_pickle",
+    "random_tensor_pickle",
     "records_of",
     "split_metadata",
     "split_old_file",
@@ -351,6 +356,21 @@ def edit_pickle(pickled: bytes, others: Sequence[bytes], chance: random.Random) 
     return b"".join(program)
 
 
+def edit_numbers(pickled: bytes, chance: random.Random) -> bytes:
+    """A pickle in which one to three whole numbers are others, mostly small ones: well-formed, of another meaning."""
+    program = _instructions(pickled)
+    places = [at for at, each in enumerate(program) if each[:1] in (b"K", b"M", b"J", b"\x8a")]
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        if places:
+            program[chance.choice(places)] = _number(chance.choice((0, 1, 2, 3, 4, 5, 6, 8, 24, 30, *NUMBERS)))
+    return b"".join(program)
+
+
+def random_tensor_pickle(chance: random.Random) -> bytes:
+    """A tensor of any sizes over a storage of any length."""
+    return b"\x80\x02" + _tensor(chance) + b"."
+
+
 # --- files --------------------------------------------------------------------------------------------------------
 
 
@@ -393,6 +413,19 @@ def forge_archive(records: Mapping[str, bytes], pickled: bytes, chance: random.R
                 "<I", content, chance.choice(lines) + field, chance.choice((0, 1, 64, 0xFFFFFFFF, 0x7FFFFFFF))
             )
     return bytes(content)
+
+
+def forge_entry(records: Mapping[str, bytes], pickled: bytes) -> bytes:
+    """An archive as torch itself writes it, aligned and with right checksums, around another pickle."""
+    buffer = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(buffer)
+    for name, data in records.items():
+        inner = name.partition("/")[2]
+        if inner not in ("version", ".data/serialization_id"):  # which the writer adds
+            content = pickled if inner == "data.pkl" else data
+            writer.write_record(inner, content, len(content))
+    writer.write_end_of_file()
+    return buffer.getvalue()
 
 
 def forge_metadata(pickled: bytes, columns: str) -> bytes:

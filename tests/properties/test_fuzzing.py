@@ -7,6 +7,7 @@ run. ``python -m tests.properties.fuzz_child TARGET SEED 1 60 FOLDER`` tries one
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -15,13 +16,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from tests.properties.fuzz_child import TARGETS
+from dcpfs.errors import CorruptCheckpointError
+from tests.properties.fuzz_child import judge
+from tests.properties.fuzz_targets import TARGETS, Input, Target, equal
 
 SECONDS = float(os.environ.get("DCPFS_FUZZ_SECONDS", "170"))
 SEED = int(os.environ.get("DCPFS_FUZZ_SEED", "0")) or time.time_ns() // 1_000_000
-COUNTS = {"entries": 1500, "rank files": 1500, "metadata": 700, "manifests": 2000, "steps": 300}
+COUNTS = {"entries": 1500, "rank files": 1500, "metadata": 700, "manifests": 2000, "steps": 300, "tensors": 600}
 
 
 def fuzz(target: str, seed: int, count: int, seconds: float, folder: Path) -> dict[str, Any]:
@@ -52,8 +57,45 @@ def test_case_110_hostile_bytes_are_an_error_or_the_right_value(target: str, tmp
     told = fuzz(target, 0, COUNTS[target], 120, tmp_path)
     assert told["tried"] == COUNTS[target]
     outcomes = " ".join(told["outcomes"])
-    assert "value" in outcomes or "step" in outcomes, "nothing came through: the inputs are too strange"
+    assert "right value" in outcomes or "step 2" in outcomes, "nothing came through: the inputs are too strange"
     assert "Error" in outcomes or "step 1" in outcomes, "nothing was refused: the inputs are too tame"
+
+
+class _Greedy(Target):
+    """Takes 300 MB for each input, and gives it back."""
+
+    def read(self, made: Input) -> object:
+        torch.ones(300_000_000, dtype=torch.uint8)
+        raise CorruptCheckpointError("it is damaged")
+
+
+def test_the_memory_of_an_input_is_seen_after_one_that_took_as_much(tmp_path: Path) -> None:
+    for _ in range(2):
+        _, faults = judge(_Greedy(tmp_path), Input("made up", b"x"))
+        assert [fault.partition(" ")[0] for fault in faults] == ["took"], faults
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (torch.ones(2), torch.ones(2, dtype=torch.float64)),
+        (torch.zeros(2), -torch.zeros(2)),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ({1: 2}, {"1": 2}),
+        ([0.0], [-0.0]),
+        ((1,), [1]),
+        (True, 1),
+        (np.arange(3), np.arange(3)[::-1]),
+        (np.array([1, None], dtype=object), np.array([1, 2], dtype=object)),
+        (io.BytesIO(b"x"), io.BytesIO(b"y")),
+        (torch.eye(2).to_sparse(), (torch.eye(2) * 2).to_sparse()),
+    ],
+    ids=str,
+)
+def test_what_differs_is_not_equal(found: object, wanted: object) -> None:
+    assert equal(found, found)
+    assert equal(wanted, wanted)
+    assert not equal(found, wanted)
 
 
 @pytest.mark.nightly
