@@ -104,14 +104,19 @@ class TrainerState:
         self._loaded_rng: object = None
 
     def state_dict(self) -> dict[str, object]:
-        """What a save stores, read anew. The random states are those of this moment."""
+        """What a save stores, read anew. The random states are those of this moment, when all else has been read.
+
+        An object may draw numbers when it is asked, as a data loader does that has no iterator yet: training goes on
+        behind these, and so must a run that is resumed.
+        """
         state: dict[str, object] = {_ITERATION: self.iteration}
+        user = None if self._user is None else _state_of(self._user)
         if self._grad_scaler is not None:
             state[_GRAD_SCALER] = dict(self._grad_scaler.state_dict())
         if self._rng is RngPolicy.PER_RANK:
             state[_RNG] = {self._rank_name: capture_random_state()}
-        if self._user is not None:
-            state[_USER] = _state_of(self._user)
+        if user is not None:
+            state[_USER] = user
         return state
 
     def template(self, stored: Mapping[str, StoredValue]) -> dict[str, object]:

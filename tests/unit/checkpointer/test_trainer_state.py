@@ -119,6 +119,23 @@ def test_another_bit_generator_of_numpy_travels_too(kind: type[np.random.BitGene
         generators.set_bit_generator(before)
 
 
+class _Drawing:
+    """Draws a number whenever its state is read."""
+
+    def state_dict(self) -> dict[str, object]:
+        return {"seed": draw()}
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+@pytest.mark.parametrize("user", [_Drawing(), {"loader": _Drawing()}], ids=["object", "mapping"])
+def test_a_resumed_run_goes_on_behind_what_was_drawn_while_the_state_was_read(user: Any) -> None:
+    state: Any = TrainerState(7, user=user).state_dict()
+    expected = draw()
+    restore_random_state(state["rng"]["rank_0"])
+    assert draw() == expected
+
+
 def test_the_layout_is_fixed() -> None:
     state = TrainerState(7, grad_scaler=scaler(), user={"epoch": 3}, rank=2).state_dict()
     assert list(state) == ["iteration", "grad_scaler", "rng", "user"]
