@@ -1,8 +1,9 @@
 """A process that has torch and no dcpfs: it writes the sample state, or reads it and compares.
 
 ``python -m tests.peers.torch_alone '["write", "files", "/tmp/c", {}]' '["read", …]'``: any number of jobs, each with a
-verb, a peer (``files``, ``fsspec`` or ``connector``), a URL and the options of its filesystem. Runs under any release
-of torch, by hand too. Ends with 0 when everything that was read was right.
+verb, a peer (``files``, ``fsspec``, ``connector`` or ``multi storage``), a URL and the options of its filesystem;
+multi-storage-client finds its own in the file that ``MSC_CONFIG`` names. Runs under any release of torch, by hand too.
+Ends with 0 when everything that was read was right.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ def _writer(peer: str, url: str, options: dict[str, Any]) -> Any:
         return FileSystemWriter(url, thread_count=2)
     if peer == "fsspec":
         return FsspecWriter(url, sync_files=False, **options)
+    if peer == "multi storage":
+        from multistorageclient.contrib.torch import MultiStorageFileSystemWriter
+
+        return MultiStorageFileSystemWriter(url, sync_files=False)
     from s3torchconnector.dcp import S3StorageWriter
 
     writer = S3StorageWriter("us-east-1", url)
@@ -54,6 +59,10 @@ def _reader(peer: str, url: str, options: dict[str, Any]) -> Any:
         return FileSystemReader(url)
     if peer == "fsspec":
         return FsspecReader(url, **options)
+    if peer == "multi storage":
+        from multistorageclient.contrib.torch import MultiStorageFileSystemReader
+
+        return MultiStorageFileSystemReader(url)
     from s3torchconnector.dcp import S3StorageReader
 
     reader = S3StorageReader("us-east-1", url)
