@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,7 @@ class Networks:
 
     def __init__(self, count: int) -> None:
         self.names = [f"dcpfs-{os.getpid()}-{rank}" for rank in range(count)]
+        self.addresses = [f"192.0.2.{rank + 1}" for rank in range(count)]
         self._bridge = f"dcpfs-{os.getpid()}-b"
 
     def __enter__(self) -> list[str]:
@@ -127,7 +129,7 @@ class Networks:
                 port = f"port{rank}"
                 _ip("link", "add", "ranks", "netns", name, "type", "veth", "peer", "name", port, "netns", self._bridge)
                 _ip("-n", self._bridge, "link", "set", port, "master", "bridge", "up")
-                _ip("-n", name, "addr", "add", f"192.0.2.{rank + 1}/24", "dev", "ranks")
+                _ip("-n", name, "addr", "add", f"{self.addresses[rank]}/24", "dev", "ranks")
                 for device in ("lo", "ranks"):
                     _ip("-n", name, "link", "set", device, "up")
         except BaseException:
@@ -166,11 +168,34 @@ def networks() -> Iterator[Networks]:
         made.__exit__()
 
 
+def test_cases_31_101_a_rank_that_is_stopped_in_an_upload_ends_it_when_it_goes_on(
+    scripted_s3: ScriptedS3Server, forked_ranks: ForkedRanks, tmp_path: Path
+) -> None:
+    storm = Storm(scripted_s3, forked_ranks, tmp_path, world_size=2, mode="disabled", large=True)
+    back = Return({1}, wake)
+    where = f"{step_name(2)}/model/__1_"
+    hit = Hit(
+        Victims.RANK,
+        1,
+        matches=lambda operation, name, asks: operation == "UploadPart" and name.startswith(where) and asks == 1,
+        signal=signal.SIGSTOP,
+    )
+    report = storm.run(hit, timeout_seconds=TIMEOUT_SECONDS, on_line=back)
+    assert back.happened_at
+    report.check()
+    check_raised(report, report.struck_at, {0})
+    assert set(report.steps("saved")) == {1}
+    assert storm.left == {}, "nobody has killed it"
+    storm.check_resumable(1)
+
+
 @pytest.mark.parametrize(
     ("mode", "rank"),
     [
         pytest.param("disabled", 1, id="caller", marks=pytest.mark.nightly),
         pytest.param(THREAD, 0, id="coordinator, thread"),
+        pytest.param(PROCESS, 1, id="process", marks=pytest.mark.nightly),
+        pytest.param(PROCESS, 0, id="coordinator, process", marks=pytest.mark.nightly),
     ],
 )
 def test_cases_49_60_a_rank_whose_network_is_cut_is_given_up_and_does_not_publish(
@@ -185,8 +210,19 @@ def test_cases_49_60_a_rank_whose_network_is_cut_is_given_up_and_does_not_publis
         mode,
         timeout_seconds=TIMEOUT_SECONDS,
         networks=networks.names,
+        addresses=networks.addresses if mode == PROCESS else [],
         halts={str(rank): f"{step_name(2)}/model/__{rank}_0.distcp"},
     )
+    report = carry_out_cut(order, rank, networks, forked_ranks)
+    assert f"{step_name(2)}/model/__{rank}_0.distcp" in " ".join(report.words(rank, "halted")[0])
+    # Background processes are replaced, and meet again when the network is whole.
+    saved = set(report.steps("saved"))
+    assert saved == {1} or (mode == PROCESS and saved == {1, 3})
+    check_resumable(place, max(saved))
+
+
+def carry_out_cut(order: Order, rank: int, networks: Networks, forked_ranks: ForkedRanks) -> Report:
+    """A round in which a rank's network is cut where the rank halts, and mended when all have raised, in time."""
     back = Return(set(), lambda _: networks.mend(rank))
 
     def hear(report: Report, asks: int, words: list[str]) -> None:
@@ -200,8 +236,34 @@ def test_cases_49_60_a_rank_whose_network_is_cut_is_given_up_and_does_not_publis
     assert back.happened_at
     report.check()
     check_raised(report, report.struck_at, range(3))
-    assert set(report.steps("saved")) == {1}
+    return report
+
+
+@pytest.mark.parametrize(
+    "rank", [pytest.param(1, id="one"), pytest.param(0, id="coordinator", marks=pytest.mark.nightly)]
+)
+def test_cases_49_60_a_rank_whose_network_is_cut_in_a_load_is_given_up(
+    networks: Networks, forked_ranks: ForkedRanks, tmp_path: Path, rank: int
+) -> None:
+    place = Location(tmp_path / "run")
+
+    def order(name: str, **settings: Any) -> Order:
+        seconds = {"timeout_seconds": TIMEOUT_SECONDS, "saves": 1}
+        return Order(
+            name, str(tmp_path), place.url, [{}] * 3, "disabled", **seconds, networks=networks.names, **settings
+        )
+
+    planted = Report(order("planted"), None)
+    forked_ranks.carry_out(planted.order, planted)
+    planted.check()
+    cut = order("cut", load_halts={str(rank): f"model/__{rank}_0.distcp"})
+    report = carry_out_cut(cut, rank, networks, forked_ranks)
+    assert report.steps("began") == []
     check_resumable(place, 1)
+    again = Report(order("again"), None)
+    forked_ranks.carry_out(again.order, again)
+    again.check()
+    assert again.steps("resumed") == [1] * 3
 
 
 def test_cases_30_101_a_coordinator_that_was_given_up_does_not_commit_any_more(
