@@ -85,19 +85,20 @@ def run_cut(storm: Storm, server: ScriptedS3Server, rank: int, action: Action, b
         if words[0] != "failed" or fault.released.is_set():
             return
         report.struck_at = cut.began_at
-        if all(report.words(each, "failed") for each in range(WORLD_SIZE)):
+        ranks = range(report.order.world_size)
+        if all(report.words(each, "failed") for each in ranks):
             assert time.monotonic() - cut.began_at < BOUND_SECONDS
             storm.check_resumable(resumes)
             fault.release()
             if report.words(asks, "failed")[0][0] != "load":
-                for each in range(WORLD_SIZE):
+                for each in ranks:
                     open_gate(report.order, each, 1)
 
     report = storm.run(saves=3, on_line=hear, settings={"retry": RETRY, "pauses": True}, cut_off=rank)
     assert fault.released.is_set(), report
     assert fault.hits >= RETRY["attempts"]
     report.check()
-    for each in range(WORLD_SIZE):
+    for each in report.ranks:
         ((_, kind, *text),) = report.words(each, "failed")
         said = " ".join(text)
         assert kind in {"StorageError:", "CheckpointError:", "RankError:"}, said
@@ -141,16 +142,17 @@ def test_cases_30_49_101_a_save_of_which_one_rank_is_cut_off_from_the_store_fail
     action: Action,
     large: bool,
 ) -> None:
-    storm = Storm(scripted_s3, forked_ranks, tmp_path, world_size=WORLD_SIZE, mode=mode, large=large)
+    world_size = 2 if mode == PROCESS else WORLD_SIZE
+    storm = Storm(scripted_s3, forked_ranks, tmp_path, world_size=world_size, mode=mode, large=large)
     report = run_cut(storm, scripted_s3, rank, action, data_of(2, large=large), resumes=1)
-    assert {words[0][0] for words in (report.words(each, "failed") for each in range(WORLD_SIZE))} == {"2"}
+    assert {words[0][0] for words in (report.words(each, "failed") for each in report.ranks)} == {"2"}
     assert set(report.steps("saved")) == {1, 3}, "the same ranks go on"
     if large and action is RESET:
         assert list(storm.left.values()) == [rank], "it could not be reached any more"
     assert f"{storm.name}/{step_name(2)}/{MANIFEST_NAME}" not in scripted_s3.stored_keys()
     last = storm.run(saves=2)
     last.check()
-    assert last.steps("resumed") == [3] * WORLD_SIZE
+    assert last.steps("resumed") == [3] * world_size
     storm.check_clean()
 
 
