@@ -10,7 +10,7 @@ import contextlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -193,9 +193,15 @@ class CheckpointerMachine(RuleBasedStateMachine):
     # --- saving
 
     def attempt_save(
-        self, iteration: int, config: dcpfs.CheckpointConfig, metric: float | None, plan: FaultPlan | None
+        self,
+        iteration: int,
+        config: dcpfs.CheckpointConfig,
+        metric: float | None,
+        plan: FaultPlan | None,
+        *,
+        during: Callable[[dcpfs.DistributedCheckpointer, int], None] | None = None,
     ) -> tuple[list[BaseException], bool]:
-        """What the ranks raised, and whether the fault came."""
+        """What the ranks raised, and whether the fault came. ``during`` is called by each while the save may go on."""
         version, world_size = self.version + 1, self.world_size
         self.version = version
         made: list[FaultyStore] = []
@@ -210,6 +216,8 @@ class CheckpointerMachine(RuleBasedStateMachine):
         def save(rank: int) -> None:
             with dcpfs.DistributedCheckpointer(config) as checkpointer:
                 checkpointer.save_state(iteration, state_of(version, rank, world_size), metric=metric)
+                if during is not None:
+                    during(checkpointer, rank)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(save_step_module, "open_store", open_wrapped)
@@ -228,21 +236,21 @@ class CheckpointerMachine(RuleBasedStateMachine):
     def save(self, iteration: int, on_existing: str, metric: float | None, mode: str) -> None:
         model, known = self.model, self.model.steps.get(iteration)
         others = [
-            each for each, step in model.steps.items() if each != iteration and step.state in ("whole", "doubtful")
+            each
+            for each, step in model.steps.items()
+            if each != iteration
+            and (step.state in ("whole", "doubtful") or (step.state == "unmarked" and each == model.named))
         ]
-        named_too = [each for each, step in model.steps.items() if each != iteration and each == model.named]
         errors, _ = self.attempt_save(iteration, self.config(on_existing=on_existing, async_mode=mode), metric, None)
         if known is None or (known.state == "broken" and on_existing != "error"):
             assert not errors, errors
-        elif on_existing == "error":
-            assert all(isinstance(error, CheckpointExistsError) for error in errors)
-            assert errors
-        elif on_existing == "skip" and known.state in ("whole", "doubtful", "unmarked"):
+        elif on_existing == "skip":
             assert not errors, errors
             return
-        elif not others and not named_too:
-            assert all(isinstance(error, CheckpointExistsError) for error in errors)
-        elif others:
+        elif on_existing == "error" or not others:
+            assert errors, f"step {iteration} was overwritten, beside {model.steps}"
+            assert all(isinstance(error, CheckpointExistsError) for error in errors), errors
+        else:
             assert not errors, errors
         if not errors:
             self.committed(iteration, metric)
@@ -281,10 +289,13 @@ class CheckpointerMachine(RuleBasedStateMachine):
     def crash(
         self, iteration: int, mutation: int, moment: Moment, aftermath: Aftermath, metric: float | None, mode: str
     ) -> None:
-        model, known = self.model, self.model.steps.get(iteration)
-        before = model.pointer
         plan = FaultPlan(mutation=mutation, moment=moment, aftermath=aftermath)
         errors, reached = self.attempt_save(iteration, self.config(async_mode=mode), metric, plan)
+        self.after_crash(iteration, metric, errors, reached=reached)
+
+    def after_crash(self, iteration: int, metric: float | None, errors: list[BaseException], *, reached: bool) -> None:
+        """Look up what a save that failed in its middle has left: the old step, the new one, or none."""
+        model, known, before = self.model, self.model.steps.get(iteration), self.model.pointer
         model.pointer = self.read_pointer()
         assert model.pointer in (before, f"{step_name(iteration)}\n")
         if errors and not reached:
