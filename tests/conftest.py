@@ -7,11 +7,16 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dcpfs.storage.location import Location
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
 from dcpfs.testing.servers import RcloneServer, SeaweedServer
 from dcpfs.testing.tls import TlsAuthority
+
+# How long an example takes on a busy machine says nothing of what it tests.
+settings.register_profile("no clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clocks")
 
 
 @pytest.fixture(scope="session")
