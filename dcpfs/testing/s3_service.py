@@ -165,9 +165,13 @@ class Service:
             exchange.request.bucket, prefix=prefix, delimiter=delimiter, after=after, limit=limit
         )
         objects = [(key, one) for key, one in page.objects if key not in exchange.hidden_keys]
+        prefixes = page.prefixes
+        if exchange.hidden_keys:
+            shown = exchange.objects.snapshot(exchange.request.bucket).keys() - exchange.hidden_keys
+            prefixes = tuple(one for one in prefixes if any(key.startswith(one) for key in shown))
         parts = [
             f"<Name>{exchange.request.bucket}</Name><Prefix>{_name(prefix, plain)}</Prefix>",
-            f"<MaxKeys>{limit}</MaxKeys><KeyCount>{len(objects) + len(page.prefixes)}</KeyCount>",
+            f"<MaxKeys>{limit}</MaxKeys><KeyCount>{len(objects) + len(prefixes)}</KeyCount>",
             f"<IsTruncated>{'true' if page.next_after is not None else 'false'}</IsTruncated>",
             f"<Delimiter>{_name(delimiter, plain)}</Delimiter>" if delimiter else "",
             "" if plain else "<EncodingType>url</EncodingType>",
@@ -181,7 +185,7 @@ class Service:
             "<StorageClass>STANDARD</StorageClass></Contents>"
             for key, one in objects
         ]
-        parts += [f"<CommonPrefixes><Prefix>{_name(one, plain)}</Prefix></CommonPrefixes>" for one in page.prefixes]
+        parts += [f"<CommonPrefixes><Prefix>{_name(one, plain)}</Prefix></CommonPrefixes>" for one in prefixes]
         return _xml("ListBucketResult", "".join(parts))
 
     def _list_multipart_uploads(self, exchange: Exchange) -> Response:
