@@ -59,6 +59,7 @@ _EXTRAS: Mapping[str, str] = {
 _CACHES = frozenset({"blockcache", "cached", "filecache", "simplecache"})
 _TRANSPARENT = _CACHES | {"dir"}
 _GOOGLE = frozenset({"gcs", "gs"})
+_WEB = frozenset({"http", "https"})
 _SHELLS = frozenset({"sftp", "ssh"})
 _HOSTED = frozenset({"arrow_hdfs", "ftp", "ftps", "hdfs", "sftp", "smb", "ssh", "webhdfs"})
 
@@ -208,7 +209,7 @@ def traits_of(location: Location) -> Traits:
             if _protocol(link) in _SHELLS and not kind.async_impl:
                 # paramiko's client loses answers when several threads ask; asyncssh's does not.
                 traits = replace(traits, serial=True)
-            if kind.__module__.partition(".")[0] == "obstore":
+            if any(base.__module__.partition(".")[0] == "obstore" for base in kind.__mro__):
                 # It takes a backslash for a slash.
                 traits = replace(traits, refused="\\")
             return traits
@@ -236,12 +237,15 @@ def open_filesystem(location: Location) -> OpenFilesystem:
     for index in reversed(range(len(links))):
         link, protocol = links[index], _protocol(links[index])
         own = options.pop(protocol, {})
-        arguments = dict(own) if isinstance(own, Mapping) else {}
+        arguments = _mapping(own)
         if protocol in _CACHES:
             protocol, arguments = "simplecache", {}
         kind = filesystem_class(protocol, location)
         if index == 0:
             arguments |= options
+        elif protocol in _WEB:
+            # A range of what is compressed is another, and an archive is read by ranges.
+            arguments["headers"] = {"Accept-Encoding": "identity", **_mapping(arguments.get("headers"))}
         link_path = _path(kind, protocol, link)
         arguments = {**_url_arguments(kind, protocol, link), **arguments, **inner}
         arguments["skip_instance_cache"] = True
@@ -321,6 +325,10 @@ def _dissolved(filesystem: AbstractFileSystem, root: str, traits: Traits) -> Ope
             cache.use_listings_cache = False
         layer = getattr(layer, "fs", None)
     return OpenFilesystem(filesystem, root.rstrip("/"), traits)
+
+
+def _mapping(value: object) -> dict[str, object]:
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _protocol(link: str) -> str:

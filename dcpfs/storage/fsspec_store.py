@@ -451,7 +451,7 @@ class FsspecStore:
         return f"{opened.root}/{path}" if opened.root else path
 
     def _target(self, path: str) -> str:
-        return self._location.join(path).redacted if path else self._location.redacted
+        return self._location.describe(path)
 
     def _check_path(self, verb: str, path: str) -> None:
         check_name(path)

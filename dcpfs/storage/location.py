@@ -169,6 +169,17 @@ class Location:
         child._set(tuple(components), self._options)
         return child
 
+    def describe(self, name: str) -> str:
+        """The child called ``name`` for logs and errors, redacted; also one that no chained URL can name.
+
+        Raises:
+            ConfigError: The name is absolute or has an empty, ``.`` or ``..`` segment.
+        """
+        components = list(self._components)
+        if check_name(name.rstrip("/")):
+            components[self._target] = _join(components[self._target], name.rstrip("/"))
+        return "::".join(map(redact_text, components))
+
     def scrub(self, text: str) -> str:
         """``text``, e.g. a client's error message, without the secrets of this location's URL and options."""
         for secret in _secrets(self._options):
