@@ -30,7 +30,7 @@ from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Buffer, Sink, Store
 from dcpfs.testing.expectation import expect, expect_error, skip
 
-__all__ = ["ODD_NAMES", "StoreConformance", "pattern", "read_range", "write_parts"]
+__all__ = ["ODD_NAMES", "StoreConformance", "pattern", "read_range", "run_child", "write_parts"]
 
 ODD_NAMES: Sequence[str] = (
     "a b",
@@ -414,7 +414,7 @@ class StoreConformance:
             skip("another process sees other objects")
         store.put("from parent", [b"parent"])
         location = pickle.dumps(store.location)
-        _run_child(multiprocessing.get_context("spawn"), _visit_location, location)
+        run_child(multiprocessing.get_context("spawn"), _visit_location, location)
         expect(store.get("from child"), b"parent child", "what the child wrote")
 
     def test_case_80_a_forked_process_uses_an_open_store(self, store: Store) -> None:
@@ -424,7 +424,7 @@ class StoreConformance:
         store.put("from parent", [b"parent"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads is what is tested
-            _run_child(multiprocessing.get_context("fork"), _visit, store)
+            run_child(multiprocessing.get_context("fork"), _visit, store)
         if self.shared_between_processes:
             expect(store.get("from child"), b"parent child", "what the child wrote")
         expect(store.get("from parent"), b"parent", "what the parent wrote")
@@ -456,7 +456,8 @@ def _visit_location(location: bytes) -> None:
     _visit(open_store(opened))
 
 
-def _run_child(context: BaseContext, work: Callable[..., None], argument: object) -> None:
+def run_child(context: BaseContext, work: Callable[..., None], argument: object) -> None:
+    """Run a function in a process of its own, which fails when the function does, or after two minutes."""
     process = context.Process(target=work, args=(argument,))  # type: ignore[attr-defined] # every context has it
     process.start()
     process.join(_DEADLINE_SECONDS)

@@ -12,7 +12,6 @@ import os
 import pickle
 import signal
 import stat
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,12 +34,12 @@ from dcpfs.storage.local_store import LocalStore
 from dcpfs.storage.location import Location
 from dcpfs.storage.store import PartRange, Store
 from dcpfs.testing.conformance import StoreConformance, pattern, read_range, write_parts
+from tests.conformance.servers_here import in_memory
 
 MIB = 1 << 20
 SMALL = 300_000
 LARGE = 3 * MIB + 123
 """Nameless while it is written, its space reserved; with `direct_from_1_mib` past the page cache as well."""
-SHM = Path("/dev/shm")
 QUICK = RetryConfig(attempts=3, initial_backoff_seconds=0.001, max_backoff_seconds=0.001)
 
 
@@ -48,14 +47,6 @@ def opened(root: Path, **transfer: object) -> LocalStore:
     return LocalStore(
         Location(root), transfer=TransferConfig.model_validate({"part_bytes": 64 << 10, **transfer}), retry=QUICK
     )
-
-
-@contextlib.contextmanager
-def in_memory() -> Iterator[Path]:
-    if not os.access(SHM, os.W_OK):
-        pytest.skip("this system has no writable /dev/shm")
-    with tempfile.TemporaryDirectory(dir=SHM) as name:
-        yield Path(name)
 
 
 @pytest.fixture
@@ -96,6 +87,7 @@ def write(store: Store, path: str, content: bytes) -> None:
 
 
 class TestOnDisk(StoreConformance):
+    backend = "file"
     large_bytes = SMALL
 
     @pytest.fixture
@@ -116,6 +108,7 @@ class TestLargeOnDisk(TestOnDisk):
 
 
 class TestInMemory(StoreConformance):
+    backend = "tmpfs"
     large_bytes = SMALL
 
     @pytest.fixture

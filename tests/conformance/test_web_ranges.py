@@ -14,11 +14,12 @@ import torch
 
 import dcpfs
 from dcpfs.config import RetryConfig
-from dcpfs.errors import MissingBackendError, StorageError, TransferSizeError
+from dcpfs.errors import StorageError, TransferSizeError
 from dcpfs.storage.fsspec_store import FsspecStore
 from dcpfs.storage.location import Location
 from dcpfs.testing.conformance import pattern, read_range
 from dcpfs.testing.servers_system import NginxServer
+from tests.conformance.servers_here import started
 
 QUICK = RetryConfig(attempts=3, initial_backoff_seconds=0.001, max_backoff_seconds=0.001)
 CONTENT = pattern(3 << 20)
@@ -139,12 +140,7 @@ def test_no_more_of_a_whole_object_is_read_than_up_to_the_range() -> None:
 
 def test_a_server_that_compresses_gives_ranges_of_what_is_stored() -> None:
     state = {"weight": torch.arange(50_000.0), "zeros": torch.zeros(100_000)}
-    try:
-        server = NginxServer().__enter__()
-    except MissingBackendError as error:
-        pytest.skip(str(error))
-    with contextlib.closing(contextlib.ExitStack()) as stack:
-        stack.callback(server.__exit__, None, None, None)
+    with started(NginxServer) as server:
         dcpfs.save(state, str(server.data / "run"))
         found = {"weight": torch.zeros(50_000), "zeros": torch.ones(100_000)}
         dcpfs.load(found, server.url("run"), storage_options=server.storage_options)
