@@ -16,20 +16,31 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 import dcpfs
-from dcpfs.errors import CheckpointExistsError, MissingBackendError, UnsupportedOperationError
+from dcpfs.errors import CheckpointExistsError, UnsupportedOperationError
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.testing.backends import BACKENDS
 from dcpfs.testing.servers_files import FileServer, HttpServer
+from dcpfs.testing.servers_obstore import ObstoreServer, obstore_installed
 from dcpfs.testing.servers_system import NginxServer, ParamikoSshServer
 from tests.conformance.paramiko_alone import paramiko_alone
+from tests.conformance.servers_here import in_memory, started
 
 SERVERS = {backend.server.__name__: backend.server for backend in BACKENDS if backend.server and not backend.read_only}
 READERS: tuple[type[FileServer], ...] = (HttpServer, NginxServer)
 WRAPPED = ("GcsServer", "SeaweedServer", "WebdavServer", "memory")
-PLACES = ("file", "memory", *SERVERS)
+WRAPPERS = ("dir::", "simplecache::", "filecache::", "blockcache::")
+PLACES = ("file", "tmpfs", "memory", *SERVERS)
 MODES = ("disabled", "async", "async_with_pinned_mem")
-FROM_A_PROCESS = ("file", "FtpServer", "GcsServer", "OpensshServer", "SambaServer", "SeaweedServer")
+FROM_A_PROCESS = (
+    "file",
+    "ObstoreServer",
+    "FtpServer",
+    "GcsServer",
+    "OpensshServer",
+    "SambaServer",
+    "SeaweedServer",
+)
 """Where a process of its own saves in every run of the tests; elsewhere in the nightly one."""
 
 
@@ -38,16 +49,19 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A writable place on each kind of storage."""
     if request.param == "file":
         yield Location(tmp_path_factory.mktemp("run"))
+    elif request.param == "tmpfs":
+        with in_memory() as directory:
+            yield Location(directory)
     elif request.param == "memory":
         yield Location(f"memory://{uuid.uuid4().hex}")
     else:
         with contextlib.ExitStack() as stack:
-            try:
-                server = stack.enter_context(SERVERS[request.param]())
-            except MissingBackendError as error:
-                pytest.skip(str(error))
+            server = stack.enter_context(started(SERVERS[request.param]))
             if isinstance(server, ParamikoSshServer):
                 stack.enter_context(paramiko_alone(tmp_path_factory.mktemp("shadow")))
+            if isinstance(server, ObstoreServer):
+                pytest.importorskip("obstore", reason="the client is not installed")
+                stack.enter_context(obstore_installed(tmp_path_factory.mktemp("scheme")))
             yield Location(server.url("run"), server.storage_options)
 
 
@@ -124,11 +138,32 @@ def test_a_process_of_its_own_does_not_save_to_its_own_memory() -> None:
 
 
 @pytest.mark.parametrize("place", WRAPPED, indirect=True)
-@pytest.mark.parametrize("wrapper", ["dir::", "simplecache::", "filecache::", "blockcache::"])
-def test_a_wrapper_in_front_changes_nothing(place: Location, wrapper: str) -> None:
-    below = place.join(wrapper[:-2])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_wrapper_in_front_changes_nothing(place: Location, wrapper: str, mode: str) -> None:
+    check_wrapped(place, wrapper, mode)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(name, marks=() if name == "SeaweedServer" else pytest.mark.nightly)
+        for name in WRAPPED
+        if name != "memory"
+    ],
+    indirect=True,
+)
+@pytest.mark.parametrize(
+    "wrapper", [pytest.param(name, marks=() if name == "dir::" else pytest.mark.nightly) for name in WRAPPERS]
+)
+def test_a_wrapper_in_front_of_a_process_of_its_own_changes_nothing(place: Location, wrapper: str) -> None:
+    check_wrapped(place, wrapper, "async_with_pinned_mem")
+
+
+def check_wrapped(place: Location, wrapper: str, mode: str) -> None:
+    below = place.join(f"{wrapper[:-2]}-{mode}")
     save_dir = Location(f"{wrapper}{below.url}", {place.scheme: place.storage_options} if place.storage_options else {})
-    save_steps(save_dir, "disabled")
+    save_steps(save_dir, mode)
     check_steps(save_dir)
     # What another process does behind the wrapper is seen in front of it.
     with dcpfs.DistributedCheckpointer(config(below)) as checkpointer:
@@ -210,10 +245,7 @@ def readable(request: pytest.FixtureRequest, saved: Path) -> Iterator[Location]:
         return
     kind = READERS[request.param.endswith("nginx")]
     with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(kind())
-        except MissingBackendError as error:
-            pytest.skip(str(error))
+        server = stack.enter_context(started(kind))
         if request.param.startswith("zip"):
             server.data.joinpath("run.zip").write_bytes(archive.read_bytes())
             yield Location(f"zip://run::simplecache::{server.url('run.zip')}", {"http": server.storage_options})

@@ -54,21 +54,22 @@ def values(found: Mapping[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:30])
 def test_a_checkpoint_is_where_its_name_says(name: str, tmp_path: Path) -> None:
     directory = tmp_path / name / "step"
-    for place, value in ((str(directory), 1.0), (directory, 2.0), (f"file://{directory}", 3.0)):
-        dcpfs.save(state(value), place, overwrite=value > 1)
+    places: tuple[str | Path, ...] = (str(directory), directory, f"file://{directory}", f"local://{directory}")
+    for value, place in enumerate(places, 1):
+        dcpfs.save(state(float(value)), place, overwrite=value > 1)
         assert sorted(path.name for path in tmp_path.iterdir()) == [name]
         assert sorted(path.name for path in directory.iterdir()) == [".metadata", "__0_0.distcp"]
         for again in (str(directory), f"file://{directory}", f"local://{directory}"):
-            assert values(dcpfs.read(again)) == {"weight": value, "step": int(value)}
+            assert values(dcpfs.read(again)) == {"weight": float(value), "step": value}
     loaded = state(0.0)
     load(loaded, storage_reader=FileSystemReader(directory), no_dist=True)
-    assert values(loaded) == {"weight": 3.0, "step": 3}
+    assert values(loaded) == {"weight": 4.0, "step": 4}
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:30])
 def test_a_run_is_where_its_name_says(name: str, tmp_path: Path) -> None:
     directory = tmp_path / name
-    for save_dir in (str(directory), f"dir::file://{directory}"):
+    for save_dir in (str(directory), f"local://{directory}", f"dir::file://{directory}"):
         config = dcpfs.CheckpointConfig(save_dir=save_dir, keep_last=1)
         with dcpfs.DistributedCheckpointer(config) as checkpointer:
             for step in (1, 2):

@@ -26,6 +26,7 @@ class _Generic(StoreConformance):
 
 @pytest.mark.parametrize("store", ["memory://{}", "dir::memory://{}", "simplecache::memory://{}"], indirect=True)
 class TestMemory(_Generic):
+    backend = "memory"
     shared_between_processes = False
 
     @pytest.fixture

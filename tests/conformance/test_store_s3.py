@@ -43,6 +43,7 @@ class _OnS3(StoreConformance):
 
 
 class TestSeaweed(_OnS3):
+    backend = "SeaweedServer"
     odd_names = tuple(name for name in StoreConformance.odd_names if "\\" not in name)
     """SeaweedFS lists a backslash as a slash."""
 
@@ -54,6 +55,8 @@ class TestSeaweed(_OnS3):
 
 class TestRclone(_OnS3):
     """Objects are files here: three tests ask for less."""
+
+    backend = "RcloneServer"
 
     @pytest.fixture
     def store(self, rclone_prefix: Location) -> Iterator[Store]:
