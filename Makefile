@@ -13,7 +13,7 @@ JOBS ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test nightly lint format typecheck bench setup servers clean
+.PHONY: demo test missing nightly lint format typecheck bench setup servers clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not nightly" $(PYTEST_ARGS)
+
+# Says which servers the tests did not find on this machine. With TESTS_REQUIRE=wheels or all, those tests fail.
+missing: $(STAMP)
+	@$(BIN)/python -m tests.conformance.servers_here
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m nightly -rP $(PYTEST_ARGS)
