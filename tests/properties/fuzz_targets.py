@@ -111,7 +111,8 @@ def equal(found: object, wanted: object) -> bool:
             return False
         return equal(found.tolist(), wanted.tolist()) if wanted.dtype.hasobject else found.tobytes() == wanted.tobytes()
     if isinstance(wanted, Mapping) and isinstance(found, Mapping):
-        return equal(list(found), list(wanted)) and all(equal(found[key], wanted[key]) for key in wanted)
+        # Item by item: a key that is no number, or a name, is not found by looking for it.
+        return len(found) == len(wanted) and all(map(equal, found.items(), wanted.items()))
     if isinstance(wanted, (list, tuple, deque)) and isinstance(found, (list, tuple, deque)):
         return len(found) == len(wanted) and all(map(equal, found, wanted))
     if isinstance(wanted, io.BytesIO) and isinstance(found, io.BytesIO):
@@ -122,8 +123,8 @@ def equal(found: object, wanted: object) -> bool:
         return struct.pack("<dd", found.real, found.imag) == struct.pack("<dd", wanted.real, wanted.imag)
     if isinstance(wanted, np.generic) and isinstance(found, np.generic):
         return found.tobytes() == wanted.tobytes()
-    if isinstance(wanted, (set, frozenset)) and any(map(_is_name, wanted)):
-        return True
+    if isinstance(wanted, (set, frozenset)) and isinstance(found, (set, frozenset)):
+        return len(found) == len(wanted) and all(any(equal(each, other) for each in found) for other in wanted)
     if isinstance(wanted, torch.TypedStorage) and isinstance(found, torch.TypedStorage):
         return found.dtype == wanted.dtype and list(found) == list(wanted)
     return bool(found == wanted)

@@ -83,6 +83,8 @@ def test_the_memory_of_an_input_is_seen_after_one_that_took_as_much(tmp_path: Pa
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
         ({1: 2}, {"1": 2}),
         ([0.0], [-0.0]),
+        ({0.5, float("nan")}, {0.25, float("nan")}),
+        ({float("nan"): 1}, {float("nan"): 2}),
         ((1,), [1]),
         (True, 1),
         (np.arange(3), np.arange(3)[::-1]),
