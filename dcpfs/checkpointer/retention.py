@@ -440,7 +440,9 @@ class _Run:
                 return
             self._store.delete([manifest])
         own = set(status.manifest.files) if status.manifest is not None else set()
-        names = sorted(name for name in status.files if name in own or is_own_file(name))
+        listed = [name for name in status.files if name in own or is_own_file(name)]
+        # What the manifest vouches for goes with it also where the listing is behind: nobody would know it afterwards.
+        names = sorted({*listed, *own})
         markers = [f"{step}/{name}" for name in names if is_metadata_file(name)]
         rest = [f"{step}/{name}" for name in names if not is_metadata_file(name)]
         if markers:
@@ -448,11 +450,11 @@ class _Run:
         self._store.delete([path for path in rest if path not in (writing, manifest)])
         hidden = sweep_leftovers(self._store, step)
         self._store.delete([writing])
-        self._objects += len(names) + hidden
-        self._size_bytes += sum(status.files[name] for name in names)
+        self._objects += len(listed) + hidden
+        self._size_bytes += sum(status.files[name] for name in listed)
         if facts.kind is not StepKind.LEFTOVER:
             self._removed.append(iteration)
-        elif names or hidden:
+        elif listed or hidden:
             self._swept.append(iteration)
 
     def _reason_to_spare(self, facts: StepFacts, status: StepStatus, expected: str | None) -> str:
