@@ -248,10 +248,8 @@ def test_cases_49_60_a_rank_whose_network_is_cut_in_a_load_is_given_up(
     place = Location(tmp_path / "run")
 
     def order(name: str, **settings: Any) -> Order:
-        seconds = {"timeout_seconds": TIMEOUT_SECONDS, "saves": 1}
-        return Order(
-            name, str(tmp_path), place.url, [{}] * 3, "disabled", **seconds, networks=networks.names, **settings
-        )
+        settings.update(saves=1, timeout_seconds=TIMEOUT_SECONDS, networks=networks.names)
+        return Order(name, str(tmp_path), place.url, [{}] * 3, "disabled", **settings)
 
     planted = Report(order("planted"), None)
     forked_ranks.carry_out(planted.order, planted)

@@ -148,15 +148,19 @@ def test_cases_31_83_ranks_killed_in_uploads_leave_their_own_and_the_others_none
 # --- the storm
 
 
-def random_hit(chance: random.Random, world_size: int, mode: str, requests: int) -> Hit:
-    """Anybody, at any request of a round."""
+UPLOADS = frozenset({"CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"})
+
+
+def random_hit(chance: random.Random, world_size: int, mode: str, requests: int, *, large: bool) -> Hit:
+    """Anybody, at any request of a round; large: at any of those that upload in parts, two an object."""
     victims = [Victims.RANK, Victims.ALL]
     if mode == PROCESS:
         victims += [Victims.CHILD, Victims.CHILD, Victims.MACHINE, Victims.EVERYTHING]
     return Hit(
         chance.choice(victims),
         chance.randrange(world_size),
-        at=chance.randrange(requests),
+        at=chance.randrange(4 * PLANTED * world_size if large else requests),
+        matches=(lambda operation, name, rank: operation in UPLOADS) if large else None,
         applied=chance.random() < 0.5,
     )
 
@@ -183,7 +187,7 @@ def storm_of(
     while struck < kills:
         rounds += 1
         assert rounds < 3 * kills, "hardly a hit comes to its request"
-        hit = random_hit(chance, world_size, mode, requests)
+        hit = random_hit(chance, world_size, mode, requests, large=large)
         report = storm.run(hit, waits=chance.random() < 0.5)
         report.check()
         struck += bool(report.struck)
@@ -193,6 +197,7 @@ def storm_of(
     last = storm.run(saves=3)
     last.check()
     probes = storm.check_clean()
+    assert bool(storm.left) == large
     minutes = (time.monotonic() - started) / 60
     return (
         f"{mode}, {world_size} ranks, seed {seed}: {struck} kills in {rounds} rounds survived in {minutes:.1f} min, "
