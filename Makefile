@@ -48,7 +48,7 @@ missing: $(STAMP)
 	@$(BIN)/python -m tests.conformance.servers_here
 
 nightly: $(STAMP)
-	$(BIN)/python -m pytest -m nightly -rP $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist load --maxschedchunk 1 -m nightly -rP $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

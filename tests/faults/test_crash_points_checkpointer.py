@@ -193,10 +193,13 @@ def test_cases_40_78_a_resume_whose_store_fails_at_any_question_says_so(tmp_path
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("backend", ["local", "s3"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scene", Scene, ids=lambda scene: scene.name.lower())
 def test_every_crash_point_of_every_scene(
-    request: pytest.FixtureRequest, tmp_path: Path, mode: str, backend: str
+    request: pytest.FixtureRequest, tmp_path: Path, scene: Scene, mode: str, backend: str
 ) -> None:
+    """On S3 the aftermaths go by turns but for one mode: a point costs a second there."""
     place = location_on(backend, tmp_path, lambda: request.getfixturevalue("seaweed"))
-    tried = try_all(place, mode, [(scene, Pick.ALL) for scene in Scene], tmp_path)
-    assert tried >= 3 * 4 * 15
+    pick = Pick.ALL if backend == "local" or mode == "disabled" else Pick.BY_TURNS
+    tried = try_all(place, mode, [(scene, pick)], tmp_path)
+    assert tried >= (4 if pick is Pick.ALL else 2) * 15
     print(f"{tried} crash points")
