@@ -234,6 +234,7 @@ class Storm:
             **(settings or {}),
         )
         report = Report(order, hit)
+        first = self._server.connections
         ambush = _Ambush(report, self.name, self._keys)
         fault = self._server.fail(ambush.matches, ambush, times=None)
         try:
@@ -248,11 +249,17 @@ class Storm:
             assert self.confirmed <= min(resumed) <= self.begun, (self.confirmed, self.begun, report)
         self.confirmed = max(self.confirmed, *resumed, *report.steps("saved"), 0)
         self.begun = max(self.begun, *report.steps("began"), 0)
+        _wait_until(lambda: not self._speaks_to_ranks(first))
         left = {name: rank for name, rank in self._open_uploads().items() if name not in self.left}
         assert set(left.values()) <= report.struck_ranks | {cut_off}, (left, report)
         assert len(set(left.values())) == len(left), (left, report)
         self.left.update(left)
         return report
+
+    def _speaks_to_ranks(self, first: int) -> bool:
+        """Whether the server still reads what ranks that have ended had sent; their connections begin with a number."""
+        own = {each.connection for each in self._server.requests() if each.access_key == self._server.access_key}
+        return any(each.number >= first and each.number not in own for each in list(self._server._connections))
 
     def _open_uploads(self) -> dict[str, int]:
         """Rank of each upload of this run."""
