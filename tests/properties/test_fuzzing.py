@@ -92,7 +92,21 @@ def test_the_memory_of_an_input_is_seen_after_one_that_took_as_much(tmp_path: Pa
         (io.BytesIO(b"x"), io.BytesIO(b"y")),
         (torch.eye(2).to_sparse(), (torch.eye(2) * 2).to_sparse()),
     ],
-    ids=str,
+    ids=[
+        "dtype",
+        "sign of zero",
+        "order of a dict",
+        "kind of a key",
+        "sign of a zero",
+        "set",
+        "dict",
+        "kind of a sequence",
+        "bool",
+        "order of an array",
+        "objects",
+        "stream",
+        "sparse",
+    ],
 )
 def test_what_differs_is_not_equal(found: object, wanted: object) -> None:
     assert equal(found, found)
