@@ -122,10 +122,10 @@ def test_a_step_that_is_damaged_in_the_store_is_passed_over_after_a_second_look(
 def test_values_that_are_damaged_in_the_store_are_read_twice_and_passed_over(server: ScriptedS3Server) -> None:
     save_two(server)
     name = f"{STEPS}/iter_000000002/model/__0_0.distcp"
-    values = torch.full((40,), 2.0).numpy().tobytes()
+    values = Part(2).values.numpy().tobytes()
     content = server.read(name)
     assert content.count(values) == 1
-    server.write(name, content.replace(values, torch.full((40,), 7.0).numpy().tobytes()))
+    server.write(name, content.replace(values, Part(7).values.numpy().tobytes()))
     server.forget()
     assert resume(server) == 1
     assert len([one for one in server.requests("GetObject") if one.key == name]) == 2

@@ -86,10 +86,10 @@ def test_a_handler_that_was_there_is_called_both_times_and_stays_afterwards() ->
     handlers = install_signal_handler(flag, signal.SIGUSR1)
     for _ in range(2):
         flag.clear()
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         say(flag.requested)
     handlers.uninstall()
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     """
     with running(code) as process:
         heard = [hear(process) for _ in range(5)]
@@ -100,12 +100,10 @@ def test_a_handler_that_was_there_is_called_both_times_and_stays_afterwards() ->
 def test_ctrl_c_asks_the_first_time_and_interrupts_the_second_time() -> None:
     code = """
     install_signal_handler(flag, signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
     say(flag.reason)
     try:
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1_000_000_000):  # another thread may be the one that gets it: then it is a moment later
-            pass
+        signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:
         say("interrupted")
     """
@@ -135,12 +133,12 @@ def test_two_checkpointers_are_both_asked_and_leave_in_any_order() -> None:
     other = SaveFlag()
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     first, second = install_signal_handler(flag), install_signal_handler(other)
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     say(flag.requested, other.requested)
     first, second = install_signal_handler(SaveFlag()), install_signal_handler(other)
     first.uninstall()
     second.uninstall()
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     say(signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
     """
     with running(code) as process:

@@ -291,12 +291,12 @@ def be_preempted(root: str) -> tuple[list[bool], list[int], int]:
         with checkpointer.install_signal_handler(signal.SIGUSR1):
             asked.append(checkpointer.should_save(1))
             if rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
+                signal.raise_signal(signal.SIGUSR1)
             asked.append(checkpointer.should_save(2))
             job.save(checkpointer, 2)
             asked.append(checkpointer.should_save(3))
             if rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)  # as before the handler was installed
+                signal.raise_signal(signal.SIGUSR1)  # as before the handler was installed
             asked.append(checkpointer.should_save(4))
         checkpointer.request_save()
         attempt(lambda: job.save(checkpointer, 5, **({} if rank == 0 else {"trainer": Broken()})))
