@@ -380,11 +380,20 @@ def _load_pickle(data: bytes | memoryview, trust: Trust, where: str) -> Metadata
         # torch before 2.3 wrote fewer fields; the class has their defaults.
         if name not in loaded.__dict__:
             setattr(loaded, name, None)
-    if INDEX_MARK in (getattr(loaded.storage_meta, "modules", None) or ()) and not ends_with_index(data):
+    if INDEX_MARK in _modules_of(loaded.storage_meta, where) and not ends_with_index(data):
         raise CorruptCheckpointError(
             f"reading {where}: the file was cut short, or changed behind its pickle", file=".metadata"
         )
     return loaded
+
+
+def _modules_of(meta: object, where: str) -> list[str]:
+    modules: object = meta.__dict__.get("modules") if isinstance(meta, StorageMeta) else None
+    if modules is None and (meta is None or isinstance(meta, StorageMeta)):
+        return []
+    if not isinstance(modules, (list, tuple)) or any(type(name) is not str for name in modules):
+        raise CorruptCheckpointError(f"reading {where}: its storage_meta is damaged", file=".metadata")
+    return list(modules)
 
 
 def _locate(info: object) -> EntryLocation:

@@ -421,6 +421,9 @@ EDITS: dict[str, Callable[[Any], object]] = {
     "no storage data": lambda metadata: setattr(metadata, "storage_data", None),
     "no state": lambda metadata: setattr(metadata, "state_dict_metadata", None),
     "no fields": lambda metadata: metadata.__dict__.clear(),
+    "storage of another kind": lambda metadata: setattr(metadata, "storage_meta", 3),
+    "modules of another kind": lambda metadata: setattr(metadata, "storage_meta", StorageMeta(modules=3)),  # type: ignore[arg-type]
+    "a module of another kind": lambda metadata: setattr(metadata, "storage_meta", StorageMeta(modules=[3])),  # type: ignore[list-item]
     "info without fields": lambda metadata: next(iter(metadata.storage_data.values())).__dict__.clear(),
     "record without fields": lambda metadata: metadata.state_dict_metadata["step"].__dict__.clear(),
 }
