@@ -49,14 +49,12 @@ class Step:
         metric: It was saved with.
         state: ``whole``; ``doubtful``: bits of a file flipped, which a load may or may not meet; ``unmarked``: its
             manifest is gone, so that only the pointer vouches for it; ``broken``: a file is missing or short.
-        protected: From retention.
     """
 
     version: int
     world_size: int
     metric: float | None = None
     state: State = "whole"
-    protected: bool = False
 
 
 @dataclass
@@ -75,6 +73,8 @@ class Model:
     steps: dict[int, Step] = field(default_factory=dict)
     pointer: str | None = None
     foreign: dict[str, bytes] = field(default_factory=dict)
+    protected: set[int] = field(default_factory=set)
+    """From retention: also while a step can't be loaded, and when it is saved anew."""
 
     @property
     def named(self) -> int | None:
@@ -99,7 +99,7 @@ class Model:
         counted = {each: step for each, step in self.steps.items() if step.state in ("whole", "doubtful")}
         passed = sorted((each for each in counted if each <= newest), reverse=True)
         kept = {newest, *(each for each in self.steps if each > newest)}
-        kept |= {each for each, step in self.steps.items() if step.protected or step.state == "unmarked"}
+        kept |= {each for each, step in self.steps.items() if each in self.protected or step.state == "unmarked"}
         if self.named is not None:
             kept.add(self.named)
         if policy == Policy():
@@ -262,10 +262,8 @@ class CheckpointerMachine(RuleBasedStateMachine):
 
     def committed(self, iteration: int, metric: float | None, *, crashed: bool = False) -> None:
         """A new step stands; what retention may have removed is looked up."""
-        model, known = self.model, self.model.steps.get(iteration)
-        model.steps[iteration] = Step(
-            self.version, self.world_size, metric, protected=known is not None and known.protected
-        )
+        model = self.model
+        model.steps[iteration] = Step(self.version, self.world_size, metric)
         if not crashed:
             model.pointer = f"{step_name(iteration)}\n"
         kept = model.kept(self.policy, iteration)
@@ -417,7 +415,7 @@ class CheckpointerMachine(RuleBasedStateMachine):
     def set_protection(self, iteration: int, *, protects: bool) -> None:
         with dcpfs.DistributedCheckpointer(self.config(), access="read_only") as checkpointer:
             (checkpointer.protect if protects else checkpointer.unprotect)(iteration)
-        self.model.steps[iteration].protected = protects
+        (self.model.protected.add if protects else self.model.protected.discard)(iteration)
 
     @precondition(lambda self: len(self.model.steps) > 1)
     @rule(data=st.data(), way=st.sampled_from(("flip", "cut", "delete", "unmark")), at=st.integers(0, 10**6))
@@ -460,6 +458,7 @@ class CheckpointerMachine(RuleBasedStateMachine):
 
     def forget(self, iteration: int) -> None:
         del self.model.steps[iteration]
+        self.model.protected.discard(iteration)
         start = f"{step_name(iteration)}/"
         self.model.foreign = {name: data for name, data in self.model.foreign.items() if not name.startswith(start)}
 
