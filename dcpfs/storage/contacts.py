@@ -31,7 +31,7 @@ class Contact:
     """
 
     def __init__(self, location: Location | None = None) -> None:
-        self._digest = secrets.token_bytes(32) if location is None else _digest(location)
+        self._digest = None if location is None else _digest(location)
         self._has_answered = False
 
     @property
@@ -43,7 +43,8 @@ class Contact:
         """It has."""
         if not self._has_answered:
             self._has_answered = True
-            _answered.add(self._digest)
+            if self._digest is not None:
+                _answered.add(self._digest)
 
 
 def _digest(location: Location) -> bytes:

@@ -168,6 +168,17 @@ def test_a_pointer_to_a_step_that_is_gone_falls_back_or_fails(scene: Scene) -> N
     assert chosen(scene) == 4
 
 
+def rejected_in_turn(search: StepSearch, count: int, reason: str) -> list[int | None]:
+    """Iterations of the next candidates, none of which serves."""
+    found = []
+    for _ in range(count):
+        status = search.find()
+        assert status is not None
+        found.append(status.iteration)
+        search.reject(reason)
+    return found
+
+
 def test_a_model_alone_is_resumed_from_when_nothing_else_is_left(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,12 +191,7 @@ def test_a_model_alone_is_resumed_from_when_nothing_else_is_left(
     assert chosen(scene) == 1
     assert "iter_000000001 is taken although iter_000000004 is newer, which holds the model alone" in caplog.text
     search = StepSearch(scene.store)
-    found = []
-    for _ in range(3):
-        status = search.find()
-        assert status is not None
-        found.append(status.iteration)
-        search.reject("it turned out damaged")
+    found = rejected_in_turn(search, 3, "it turned out damaged")
     assert found == [1, 4, 3]
     with pytest.raises(IncompleteCheckpointError):
         search.find()
@@ -577,12 +583,7 @@ def test_a_search_goes_on_where_a_load_failed(scene: Scene, caplog: pytest.LogCa
         scene.commit(iteration)
     scene.name_latest(20)
     search = StepSearch(scene.store)
-    found = []
-    for _ in range(3):
-        status = search.find()
-        assert status is not None
-        found.append(status.iteration)
-        search.reject("a checksum")
+    found = rejected_in_turn(search, 3, "a checksum")
     with pytest.raises(IncompleteCheckpointError, match=r"iter_000000010 \(a checksum\)"):
         search.find()
     assert found == [20, 30, 10]

@@ -10,12 +10,19 @@ import pytest
 from dcpfs.storage.s3_store import S3Store
 from dcpfs.testing.loopback import LoopbackOnly
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
+from tests.faults.kill_storm import ForkedRanks
 from tests.faults.s3_scene import PREFIX, SMALL, open_store
 
 
 @pytest.fixture
 def hear_everything(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="dcpfs")
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[ForkedRanks]:
+    with ForkedRanks() as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ against a step, so it is asked for again before it counts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,16 +32,10 @@ DAMAGE: dict[str, Action] = {
 POINTER = f"{STEPS}/{LATEST_NAME}"
 
 
-@pytest.fixture(scope="module")
-def module_server() -> Iterator[ScriptedS3Server]:
-    with ScriptedS3Server() as server:
-        yield server
-
-
 @pytest.fixture
-def server(module_server: ScriptedS3Server) -> ScriptedS3Server:
-    module_server.reset()
-    return module_server
+def server(module_s3_server: ScriptedS3Server) -> ScriptedS3Server:
+    module_s3_server.reset()
+    return module_s3_server
 
 
 def save_two(server: ScriptedS3Server) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,6 @@ RESET, SILENT = Drop(Stage.HEAD), Hang(Stage.HEAD)
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", logger="dcpfs")
-
-
-@pytest.fixture(scope="module")
-def forked_ranks() -> Iterator[ForkedRanks]:
-    with ForkedRanks() as ranks:
-        yield ranks
 
 
 Begins = Callable[[S3Request], bool]

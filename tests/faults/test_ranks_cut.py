@@ -34,12 +34,6 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", logger="dcpfs")
 
 
-@pytest.fixture(scope="module")
-def forked_ranks() -> Iterator[ForkedRanks]:
-    with ForkedRanks() as ranks:
-        yield ranks
-
-
 class Return:
     """Does something once all ranks but some have raised: hears a round's lines. A rank that halts counts as hit."""
 

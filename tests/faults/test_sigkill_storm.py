@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,12 +25,6 @@ PLANTED = 3
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="dcpfs")
-
-
-@pytest.fixture(scope="module")
-def forked_ranks() -> Iterator[ForkedRanks]:
-    with ForkedRanks() as ranks:
-        yield ranks
 
 
 def change_of(ending: str, asks: int | None = None) -> Callable[[str, str, int], bool]:

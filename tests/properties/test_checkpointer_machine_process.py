@@ -63,7 +63,7 @@ class _ProcessMachine(CheckpointerMachine):
                 and any(flight.outcome is None for flight in saver._flights)
                 and time.monotonic() < deadline
             ):
-                time.sleep(0.001)
+                time.sleep(0.001)  # between two looks: another process writes, and tells nobody of a file
             killed.append(pid)
             os.kill(pid, signal.SIGKILL)
 
