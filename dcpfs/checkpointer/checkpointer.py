@@ -48,6 +48,7 @@ from dcpfs.checkpointer.saver import SaveOutcome, Saver, SaveRequest
 from dcpfs.checkpointer.state_plan import plan_states
 from dcpfs.checkpointer.step_plan import LocalStep
 from dcpfs.checkpointer.verdicts import Verdicts
+from dcpfs.checkpointer.worker_deaths import leave_worker_deaths_to_the_loader
 from dcpfs.checkpointer.writer_maker import WriterMaker
 from dcpfs.dcp.reader import FsspecStorageReader
 from dcpfs.dcp.writer import FsspecStorageWriter
@@ -355,6 +356,7 @@ class DistributedCheckpointer:
         """
         self._save(lambda: self._stated(iteration, states), iteration, metric)
 
+    @leave_worker_deaths_to_the_loader()
     def _save(
         self,
         gather: Callable[[], Parts],
@@ -422,6 +424,7 @@ class DistributedCheckpointer:
         names = parts.parameter_names()
         return {MODEL: names} if names else {}
 
+    @leave_worker_deaths_to_the_loader()
     def maybe_wait_for_staging(self) -> None:
         """Return when training may write its parameters again: the values of the last `save` are copied. Local.
 
@@ -433,6 +436,7 @@ class DistributedCheckpointer:
         if self._saver is not None:
             self._saver.wait_for_staging()
 
+    @leave_worker_deaths_to_the_loader()
     def wait(self) -> None:
         """Wait for what is in flight, and raise what failed. Collective."""
         self._require_open("wait")
@@ -450,6 +454,7 @@ class DistributedCheckpointer:
             return failure
         return CheckpointError(f"a save in the background failed: {type(failure).__name__}: {failure}")
 
+    @leave_worker_deaths_to_the_loader()
     def close(self) -> None:
         """Wait for what is in flight, release everything, and raise what failed. Collective; idempotent."""
         if self._life is _Life.CLOSED:
@@ -475,6 +480,7 @@ class DistributedCheckpointer:
     def __enter__(self) -> Self:
         return self
 
+    @leave_worker_deaths_to_the_loader()
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -571,6 +577,7 @@ class DistributedCheckpointer:
             install_signal_handler(self._preemption, signals) if signals else install_signal_handler(self._preemption)
         )
 
+    @leave_worker_deaths_to_the_loader()
     def should_save(self, iteration: int) -> bool:
         """Whether any rank was asked for a save. Collective: one word.
 

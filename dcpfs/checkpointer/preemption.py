@@ -12,7 +12,8 @@ of somebody else's. So a second signal does what it would have done without us. 
 there the signal does at once what it did before.
 
 Workers of a dataloader are shielded with ``DataLoader(..., worker_init_fn=shield_worker)``: they outlive the first
-signal by some seconds, or end with their parent, whichever comes first.
+signal by some seconds, or end with their parent, whichever comes first. What others say by dying is heard where the
+loop next asks for a batch that they owe, and nowhere else, until the save was taken (`worker_deaths`).
 
 ::
 
@@ -33,6 +34,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, cast
 
+from dcpfs.checkpointer.worker_deaths import pass_over_worker_deaths
 from dcpfs.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -94,6 +96,7 @@ class SignalHandlers:
         self._previous = previous
         self._pid = os.getpid()
         self._wanted = True
+        self._put_back: Callable[[], None] | None = None
 
     def uninstall(self) -> None:
         """Put the old handlers back. Where another's stands by now, ours stays below it and notes nothing any more.
@@ -104,6 +107,9 @@ class SignalHandlers:
         for number in list(self._previous):
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, cast("_Handler", self._previous.pop(number)))
+        if self._put_back is not None:
+            self._put_back()
+            self._put_back = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.pop(number, signal.SIG_DFL)
@@ -113,6 +119,8 @@ class SignalHandlers:
             return
         if self._wanted:
             self._flag.request(number)
+            if self._put_back is None:  # the workers may have got the signal too
+                self._put_back = pass_over_worker_deaths(lambda: self._wanted and self._flag.requested)
         # The default handler of SIGINT raises KeyboardInterrupt: that is for the second time.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)

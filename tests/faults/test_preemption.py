@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -30,11 +32,20 @@ flag = SaveFlag()
 """
 
 
-@contextmanager
-def running(code: str) -> Iterator[subprocess.Popen[str]]:
+def running(code: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """A Python process in a session of its own that says on stdout where it is, and goes on at each line on stdin."""
+    return _running("-c", PREAMBLE + textwrap.dedent(code))
+
+
+def running_file(program: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """`running` for a program with arguments, which processes of its own can import."""
+    return _running(str(program), *arguments)
+
+
+@contextmanager
+def _running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", PREAMBLE + textwrap.dedent(code)],
+        [sys.executable, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -145,39 +156,158 @@ def test_two_checkpointers_are_both_asked_and_leave_in_any_order() -> None:
         assert [hear(process), hear(process)] == ["True True", "True"]
 
 
-@pytest.mark.parametrize("shielded", [True, False], ids=["shielded", "plain"])
-def test_case_42_a_signal_to_the_whole_group_leaves_time_for_the_save(shielded: bool) -> None:
-    """Plain workers die, and the loop fails; but it fails in the trainer's own code, which can still save."""
+LOADER = """
+import torch
+from torch.utils.data import DataLoader
+from dcpfs import AsyncMode, CheckpointConfig, DistributedCheckpointer
+
+# How often a loader without a batch looks for dead workers: each 5 s otherwise.
+torch.utils.data.dataloader._MultiProcessingDataLoaderIter._try_get_data.__defaults__ = (0.2,)
+
+def loader_of(workers, **options):
+    return DataLoader(range(1000), num_workers=workers, **options)
+
+def kill(worker):
+    os.kill(worker.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # by now SIGCHLD was sent
+"""
+
+
+@pytest.mark.parametrize(
+    ("shielded", "workers"), [(True, 2), (False, 2), (False, 4)], ids=["shielded", "plain", "four plain"]
+)
+def test_case_42_a_signal_to_the_whole_group_leaves_time_for_the_save(shielded: bool, workers: int) -> None:
+    """Plain workers die, and the loop fails; but once, and where it asks for the batch, so that it can still save."""
     code = f"""
-    import torch
-    from torch.utils.data import DataLoader
+    import traceback
 
     def main():
-        shield = shield_worker if {shielded} else None
-        loader = DataLoader(range(1000), num_workers=2, worker_init_fn=shield)
-        steps = 0
-        with install_signal_handler(flag):
-            try:
-                for batch in loader:
-                    steps += 1
-                    if steps == 3:
-                        say("training")
-                        wait()
-                    if flag.requested and steps > 100:  # more than the workers had prepared
-                        break
-                say("went on")
-            except (RuntimeError, EOFError, OSError):
-                say("lost its workers")
-            say("saves because of", flag.reason)
+        batches = iter(loader_of({workers}, worker_init_fn=shield_worker if {shielded} else None))
+        steps, lost = 0, []
+        with install_signal_handler(flag), DistributedCheckpointer(CheckpointConfig(save_dir="memory://run")) as to:
+            while steps < 100:  # more than the workers had prepared
+                if steps == 3:
+                    say("training")
+                    wait()
+                try:
+                    next(batches)
+                except (RuntimeError, EOFError, OSError) as error:
+                    lost = traceback.extract_tb(error.__traceback__)
+                    break
+                steps += 1
+            sum(range(1_000_000))  # what comes between
+            say("lost its workers" if lost else "went on", any("signal_handling" in frame.filename for frame in lost))
+            to.save_state(steps, {{"model": {{"w": torch.ones(3)}}}})
+            say("saved", to.latest() == steps, "because of", flag.reason)
 
     main()
     """
-    with running(code) as process:
+    with running(LOADER + textwrap.dedent(code)) as process:
         assert hear(process) == "training"
         os.killpg(process.pid, signal.SIGTERM)
         go_on(process)
-        assert hear(process) == ("went on" if shielded else "lost its workers")
-        assert hear(process) == "saves because of SIGTERM"
+        assert hear(process) == ("went on False" if shielded else "lost its workers False")
+        assert hear(process) == "saved True because of SIGTERM"
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_workers_that_die_after_a_signal_raise_nothing_until_the_save_was_taken(number: signal.Signals) -> None:
+    code = f"""
+    def main():
+        loader = loader_of(2)
+        batches = iter(loader)
+        next(batches)
+        handler = signal.getsignal(signal.SIGCHLD)
+        with install_signal_handler(flag):
+            signal.raise_signal({int(number)})
+            kill(batches._workers[0])
+            say("goes on")
+            flag.clear()
+            try:
+                kill(batches._workers[1])
+                say("is not told")
+            except RuntimeError as error:
+                say("is told again:", "killed by signal" in str(error))
+        say(signal.getsignal(signal.SIGCHLD) is handler)
+
+    main()
+    """
+    with running(LOADER + textwrap.dedent(code)) as process:
+        assert [hear(process) for _ in range(3)] == ["goes on", "is told again: True", "True"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_a_worker_that_dies_breaks_no_save(mode: str) -> None:
+    """In the save, or where one that is under way is waited for; the loop hears of it at the batch that it asks for."""
+    code = f"""
+    workers, said = [], []
+
+    class Killer:
+        def on_save_checkpoint(self, model_parts, state_dict):
+            kill(workers.pop())
+
+        def on_save_checkpoint_success(self, iteration, elapsed_seconds):
+            said.append(iteration)
+            kill(workers.pop())
+
+    def main():
+        batches = iter(loader_of(4))
+        next(batches)
+        workers.extend(batches._workers)
+        config = CheckpointConfig(save_dir=sys.argv[1], async_mode="{mode}")
+        with DistributedCheckpointer(config, callbacks=[Killer()]) as to:
+            for iteration in (1, 2):
+                to.save_state(iteration, {{"model": {{"w": torch.ones(3)}}}})
+        with DistributedCheckpointer(config) as to:
+            say(to.steps(), sorted(said))
+        try:
+            for _ in batches:
+                pass
+        except RuntimeError as error:
+            say("exited" in str(error) or "killed" in str(error))
+        say(len(workers))
+
+    if __name__ == "__main__":
+        main()
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "program.py"
+        program.write_text(PREAMBLE + LOADER + textwrap.dedent(code))
+        with running_file(program, folder + "/run") as process:
+            assert [hear(process) for _ in range(3)] == ["[1, 2] [1, 2]", "True", "0"]
+            assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("how", ["other", "thread"])
+def test_handlers_of_others_are_asked_during_a_save_and_threads_may_save(how: str) -> None:
+    code = f"""
+    heard = []
+
+    class Killer:
+        def on_save_checkpoint(self, model_parts, state_dict):
+            kill(workers.pop())
+
+    def save():
+        with DistributedCheckpointer(CheckpointConfig(save_dir="memory://run"), callbacks=[Killer()]) as to:
+            to.save_state(1, {{"model": {{"w": torch.ones(3)}}}})
+            say(to.steps())
+
+    batches = iter(loader_of(1))
+    next(batches)
+    workers = list(batches._workers)
+    signal.signal(signal.SIGCHLD, lambda *_: heard.append(1))
+    if {how == "other"}:
+        save()
+    else:
+        import threading
+        saver = threading.Thread(target=save)
+        saver.start()
+        saver.join()
+    say(len(heard))
+    """
+    with running(LOADER + textwrap.dedent(code)) as process:
+        assert [hear(process), hear(process)] == ["[1]", "1"]
         assert process.wait(60) == 0
 
 

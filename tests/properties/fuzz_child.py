@@ -8,6 +8,7 @@ one input does wrong is an entry of ``faults`` there, and the search goes on.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import logging
@@ -32,7 +33,8 @@ _SPARE_BYTES = 1 << 30
 """Address space beyond what the process has at its start."""
 _GROWTH_BYTES = 192 * _MIB
 _GROWTH_FACTOR = 600
-"""What one input may take, however much others took before it: the process's high-water mark is set back each time."""
+"""What one input may take, however much others took before it: what is free in the allocator's heaps goes back to the
+system before each, and the process's high-water mark is set back."""
 _SLOW_SECONDS = 5.0
 _HUNG_SECONDS = 40.0
 
@@ -78,6 +80,15 @@ def _resident_bytes(field: str) -> int:
     return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(field))
 
 
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+
+
+def _give_free_memory_back() -> None:
+    """Else an input that takes what others have freed would add nothing to what the process has."""
+    if _trim is not None:
+        _trim(0)
+
+
 def _describe(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -98,6 +109,7 @@ def judge(target: Target, made: Input) -> tuple[str, list[str]]:
     global _watching
     faults = []
     found: object = None
+    _give_free_memory_back()
     Path("/proc/self/clear_refs").write_text("5")
     before_bytes = _resident_bytes("VmRSS")
     started_seconds = time.process_time()
@@ -120,7 +132,8 @@ def judge(target: Target, made: Input) -> tuple[str, list[str]]:
     finally:
         _watching = False
     seconds = time.process_time() - started_seconds
-    grown_bytes = _resident_bytes("VmHWM") - before_bytes
+    # The system may have taken back pages of files meanwhile: those make no room for the input.
+    grown_bytes = _resident_bytes("VmHWM") - min(before_bytes, _resident_bytes("VmRSS"))
     if grown_bytes > _GROWTH_BYTES + _GROWTH_FACTOR * target.size_of(made):
         faults.append(f"took {grown_bytes} bytes for {target.size_of(made)}")
     if seconds > _SLOW_SECONDS:

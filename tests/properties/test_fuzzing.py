@@ -62,16 +62,26 @@ def test_case_110_hostile_bytes_are_an_error_or_the_right_value(target: str, tmp
 
 
 class _Greedy(Target):
-    """Takes 300 MB for each input, and gives it back."""
+    """Takes 300 MB for each input, in blocks, and gives them back: to the system, or to the heap."""
+
+    def __init__(self, folder: Path, block_bytes: int) -> None:
+        super().__init__(folder)
+        self._block_bytes = block_bytes
+        self._tops: list[torch.Tensor] = []
 
     def read(self, made: Input) -> object:
-        torch.ones(300_000_000, dtype=torch.uint8)
+        torch.ones(30_000_000, dtype=torch.uint8)  # from here on, glibc takes smaller blocks from the heap
+        blocks = [torch.ones(self._block_bytes, dtype=torch.uint8) for _ in range(300_000_000 // self._block_bytes)]
+        self._tops.append(torch.ones(200_000, dtype=torch.uint8))  # the top of the heap goes back by itself
+        blocks.clear()
         raise CorruptCheckpointError("it is damaged")
 
 
-def test_the_memory_of_an_input_is_seen_after_one_that_took_as_much(tmp_path: Path) -> None:
-    for _ in range(2):
-        _, faults = judge(_Greedy(tmp_path), Input("made up", b"x"))
+@pytest.mark.parametrize("block_bytes", [300_000_000, 1_000_000])
+def test_the_memory_of_an_input_is_seen_after_one_that_took_as_much(tmp_path: Path, block_bytes: int) -> None:
+    greedy = _Greedy(tmp_path, block_bytes)
+    for _ in range(3):
+        _, faults = judge(greedy, Input("made up", b"x"))
         assert [fault.partition(" ")[0] for fault in faults] == ["took"], faults
 
 
