@@ -13,6 +13,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import IO, cast
 
 import torch
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.utils import find_state_dict_object, find_tens
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.data._utils import signal_handling
 
 __all__ = [
     "DCP_VERSION",
@@ -46,6 +48,7 @@ __all__ = [
     "has_flat_parameters",
     "has_own_parts",
     "has_shards",
+    "intercept_worker_check",
     "is_on_meta",
     "is_wrapper",
     "local_part",
@@ -55,6 +58,7 @@ __all__ = [
     "settle",
     "sharding_of",
     "stream_transforms",
+    "waits_for_batch",
     "wrapped_child",
 ]
 
@@ -70,6 +74,28 @@ def named_process_group(name: str) -> Iterator[None]:
         yield
     finally:
         distributed_c10d._hash_ranks_to_str = derive
+
+
+def intercept_worker_check(guard: Callable[[Callable[[], None]], None]) -> bool:
+    """Have ``guard`` called with torch's own check where its handler of SIGCHLD looks for dead workers of dataloaders.
+
+    Returns:
+        Whether torch has such a check.
+    """
+    check = getattr(signal_handling, "_error_if_any_worker_fails", None)
+    if check is None:
+        return False
+    signal_handling._error_if_any_worker_fails = functools.partial(guard, check)  # type: ignore[attr-defined]
+    return True
+
+
+def waits_for_batch(frame: FrameType | None) -> bool:
+    """Whether what runs there was called by a loader that gets a batch from its workers, torch's or torchdata's."""
+    while frame is not None:
+        if frame.f_code.co_name == "_try_get_data":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class EntryInfo(StorageInfo):

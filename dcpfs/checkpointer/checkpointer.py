@@ -48,7 +48,6 @@ from dcpfs.checkpointer.saver import SaveOutcome, Saver, SaveRequest
 from dcpfs.checkpointer.state_plan import plan_states
 from dcpfs.checkpointer.step_plan import LocalStep
 from dcpfs.checkpointer.verdicts import Verdicts
-from dcpfs.checkpointer.worker_deaths import leave_worker_deaths_to_the_loader
 from dcpfs.checkpointer.writer_maker import WriterMaker
 from dcpfs.dcp.reader import FsspecStorageReader
 from dcpfs.dcp.writer import FsspecStorageWriter
@@ -56,6 +55,7 @@ from dcpfs.errors import CheckpointError, ConfigError, DcpfsError
 from dcpfs.ranks import Ranks, attempt, warn_if_not_joined
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import require_shared, require_writable
+from dcpfs.worker_deaths import undisturbed_by_workers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -126,6 +126,7 @@ class DistributedCheckpointer:
             raise
         self._reshard: WorldSizePolicy | ReshardHook = reshard_dataloader or config.on_world_size_change
 
+    @undisturbed_by_workers()
     def _open(
         self,
         config: CheckpointConfig,
@@ -250,6 +251,7 @@ class DistributedCheckpointer:
         """
         return self._load(lambda: self._stated(0, states))
 
+    @undisturbed_by_workers()
     def _load(self, gather: Callable[[], Parts]) -> int:
         self._require_open("load")
         parts = Parts()
@@ -356,7 +358,7 @@ class DistributedCheckpointer:
         """
         self._save(lambda: self._stated(iteration, states), iteration, metric)
 
-    @leave_worker_deaths_to_the_loader()
+    @undisturbed_by_workers()
     def _save(
         self,
         gather: Callable[[], Parts],
@@ -424,7 +426,7 @@ class DistributedCheckpointer:
         names = parts.parameter_names()
         return {MODEL: names} if names else {}
 
-    @leave_worker_deaths_to_the_loader()
+    @undisturbed_by_workers()
     def maybe_wait_for_staging(self) -> None:
         """Return when training may write its parameters again: the values of the last `save` are copied. Local.
 
@@ -436,7 +438,7 @@ class DistributedCheckpointer:
         if self._saver is not None:
             self._saver.wait_for_staging()
 
-    @leave_worker_deaths_to_the_loader()
+    @undisturbed_by_workers()
     def wait(self) -> None:
         """Wait for what is in flight, and raise what failed. Collective."""
         self._require_open("wait")
@@ -454,7 +456,7 @@ class DistributedCheckpointer:
             return failure
         return CheckpointError(f"a save in the background failed: {type(failure).__name__}: {failure}")
 
-    @leave_worker_deaths_to_the_loader()
+    @undisturbed_by_workers()
     def close(self) -> None:
         """Wait for what is in flight, release everything, and raise what failed. Collective; idempotent."""
         if self._life is _Life.CLOSED:
@@ -480,7 +482,7 @@ class DistributedCheckpointer:
     def __enter__(self) -> Self:
         return self
 
-    @leave_worker_deaths_to_the_loader()
+    @undisturbed_by_workers()
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -577,7 +579,7 @@ class DistributedCheckpointer:
             install_signal_handler(self._preemption, signals) if signals else install_signal_handler(self._preemption)
         )
 
-    @leave_worker_deaths_to_the_loader()
+    @undisturbed_by_workers()
     def should_save(self, iteration: int) -> bool:
         """Whether any rank was asked for a save. Collective: one word.
 

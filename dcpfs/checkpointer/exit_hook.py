@@ -20,6 +20,7 @@ import sys
 import threading
 
 from dcpfs.checkpointer.saver import Saver
+from dcpfs.worker_deaths import undisturbed_by_workers
 
 __all__ = ["FAILED_EXIT_CODE", "ExitHook"]
 
@@ -62,6 +63,7 @@ def _register_once() -> None:
         atexit.register(_run_all)
 
 
+@undisturbed_by_workers()
 def _run_all() -> None:
     errors: list[BaseException] = []
     while _waiting:
@@ -72,10 +74,13 @@ def _run_all() -> None:
         if saver.in_flight:
             names = ", ".join(map(str, saver.in_flight))
             _logger.warning("the process ends without close(): waiting for the save of iteration %s", names)
-        failed = saver.drain(hook.timeout_seconds)
+        try:
+            failed = saver.drain(hook.timeout_seconds)
+            if not failed:
+                saver.close()
+        except Exception as error:  # noqa: BLE001 - the other hooks have saves to wait for
+            failed = [error]
         errors += failed
-        if not failed:
-            saver.close()
     if errors:
         _end(errors)
 

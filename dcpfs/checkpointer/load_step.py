@@ -53,6 +53,7 @@ from dcpfs.format.names import METADATA_NAME
 from dcpfs.format.naming import naming
 from dcpfs.ranks import Ranks, attempt, portable_error
 from dcpfs.storage.location import Location
+from dcpfs.worker_deaths import undisturbed_by_workers
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -66,6 +67,7 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@undisturbed_by_workers()
 def load_step(
     parts: Mapping[str, object],
     step: Location,

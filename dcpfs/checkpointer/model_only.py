@@ -27,6 +27,7 @@ from dcpfs.dcp.load import LoadReport
 from dcpfs.dcp.save import SaveReport, save
 from dcpfs.errors import ConfigError
 from dcpfs.ranks import Ranks
+from dcpfs.worker_deaths import undisturbed_by_workers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,6 +40,7 @@ T = TypeVar("T")
 _EXTRA_STATE = "_extra_state"
 
 
+@undisturbed_by_workers()
 def save_checkpoint(
     model_parts: nn.Module | Sequence[nn.Module],
     url: str | os.PathLike[str],
@@ -91,6 +93,7 @@ def save_checkpoint(
     )
 
 
+@undisturbed_by_workers()
 def load_checkpoint(
     model_parts: nn.Module | Sequence[nn.Module],
     url: str | os.PathLike[str],

@@ -34,8 +34,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, cast
 
-from dcpfs.checkpointer.worker_deaths import pass_over_worker_deaths
 from dcpfs.errors import ConfigError
+from dcpfs.worker_deaths import hold_worker_deaths_back
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,7 +96,7 @@ class SignalHandlers:
         self._previous = previous
         self._pid = os.getpid()
         self._wanted = True
-        self._put_back: Callable[[], None] | None = None
+        self._end_hold: Callable[[], None] | None = None
 
     def uninstall(self) -> None:
         """Put the old handlers back. Where another's stands by now, ours stays below it and notes nothing any more.
@@ -107,9 +107,9 @@ class SignalHandlers:
         for number in list(self._previous):
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, cast("_Handler", self._previous.pop(number)))
-        if self._put_back is not None:
-            self._put_back()
-            self._put_back = None
+        if self._end_hold is not None:
+            self._end_hold()
+            self._end_hold = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         previous = self._previous.pop(number, signal.SIG_DFL)
@@ -119,8 +119,8 @@ class SignalHandlers:
             return
         if self._wanted:
             self._flag.request(number)
-            if self._put_back is None:  # the workers may have got the signal too
-                self._put_back = pass_over_worker_deaths(lambda: self._wanted and self._flag.requested)
+            if self._end_hold is None:  # the workers may have got the signal too
+                self._end_hold = hold_worker_deaths_back(lambda: self._wanted and self._flag.requested)
         # The default handler of SIGINT raises KeyboardInterrupt: that is for the second time.
         if callable(previous) and previous is not signal.default_int_handler:
             previous(number, frame)

@@ -39,6 +39,7 @@ from dcpfs.format.index import BytesRecord, CheckpointIndex
 from dcpfs.format.naming import naming
 from dcpfs.ranks import Ranks, attempt, portable_error
 from dcpfs.storage.location import Location
+from dcpfs.worker_deaths import undisturbed_by_workers
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -76,6 +77,7 @@ class LoadReport:
     seconds: float = 0.0
 
 
+@undisturbed_by_workers()
 def load(
     state_dict: dict[str, Value],
     url: str | os.PathLike[str],

@@ -29,6 +29,7 @@ from dcpfs.dcp.stateful import own_state
 from dcpfs.dcp.writer import FsspecStorageWriter
 from dcpfs.errors import ConfigError, DcpfsError
 from dcpfs.ranks import Ranks, warn_if_not_joined
+from dcpfs.worker_deaths import undisturbed_by_workers
 
 if TYPE_CHECKING:
     from fsspec.callbacks import Callback
@@ -61,6 +62,7 @@ class SaveReport:
     files: int
 
 
+@undisturbed_by_workers()
 def save(
     state_dict: Mapping[str, object],
     url: str | os.PathLike[str],

@@ -16,6 +16,7 @@ LAYERS = (
     ("_version",),
     ("errors",),
     ("config", "ranks", "torch_private"),
+    ("worker_deaths",),
     ("storage",),
     ("format",),
     ("dcp",),
