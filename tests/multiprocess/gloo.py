@@ -19,6 +19,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
 import sys
 import tempfile
@@ -55,7 +56,7 @@ class Outcome(Generic[T]):
         return self.error_type is not None
 
 
-def run_ranks(function: Callable[..., T], world_size: int, *args: object, timeout_seconds: float = 120) -> list[T]:
+def run_ranks(function: Callable[..., T], world_size: int, *args: object, timeout_seconds: float = 600) -> list[T]:
     """Run ``function(*args)`` on every rank of a gloo group and return the values by rank.
 
     Raises:
@@ -70,13 +71,12 @@ def run_ranks(function: Callable[..., T], world_size: int, *args: object, timeou
 
 
 def try_ranks(
-    function: Callable[..., T], world_size: int, *args: object, timeout_seconds: float = 120
+    function: Callable[..., T], world_size: int, *args: object, timeout_seconds: float = 600
 ) -> list[Outcome[T]]:
     """Like `run_ranks`, with failures as values. Hung ranks are killed and reported as ``TimeoutError``."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     call = pickle.dumps((function, args))
-    deadline_seconds = time.monotonic() + timeout_seconds
     with tempfile.TemporaryDirectory(prefix="gloo-") as folder:
         pipes: list[multiprocessing.connection.Connection] = []
         processes = []
@@ -89,6 +89,8 @@ def try_ranks(
                 sender.close()
                 pipes.append(receiver)
                 processes.append(process)
+            # Each start has waited until the server had imported torch and forked.
+            deadline_seconds = time.monotonic() + timeout_seconds
             outcomes: list[Outcome[T]] = [
                 _receive(rank, pipe, max(0.0, deadline_seconds - time.monotonic()), Path(folder))
                 for rank, pipe in enumerate(pipes)
@@ -133,9 +135,10 @@ def _run_rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # where torch's own background processes meet
     outcome: Outcome[object]
     with open(Path(folder) / f"stacks-{rank}", "w") as stacks:
-        faulthandler.dump_traceback_later(max(1.0, timeout_seconds * 0.9), file=stacks)
+        faulthandler.dump_traceback_later(max(1.0, timeout_seconds * 0.7), file=stacks)
         try:
             dist.init_process_group(
                 "gloo",

@@ -61,15 +61,15 @@ def _save_three_times(
             )
             upload: Any = response
             if isinstance(response, AsyncSaveResponse):
-                response.staging_completion.result(60)
+                response.staging_completion.result(180)
                 upload = response.upload_completion
             _change(state, rank, number + 1)
-            upload.result(90)
+            upload.result(180)
         # What stands there is refused, the message comes back, and the process goes on.
         again: Any = async_save(
             state, checkpoint_id=urls[0], storage_writer=writer, async_checkpointer_type=AsyncCheckpointerType(kind)
         )
-        failure = again.exception(90)
+        failure = again.exception(180)
         assert "CheckpointExistsError" in str(failure)
     finally:
         if stager is not None:
@@ -85,7 +85,7 @@ def test_case_16_55_async_saves_of_two_ranks(tmp_path: Path, kind: str, stager: 
     from tests.peers.sample_state import assert_same
 
     urls = [str(tmp_path / f"c{number}") for number in range(3)]
-    run_ranks(_save_three_times, 2, urls, {}, kind, stager, timeout_seconds=200)
+    run_ranks(_save_three_times, 2, urls, {}, kind, stager)
     for number, url in enumerate(urls):
         found = dcpfs.read(url)
         expected = _expected(number)
@@ -98,7 +98,7 @@ def test_case_76_the_background_process_gets_the_options(s3_prefix: Location) ->
     from tests.peers.sample_state import assert_same
 
     urls = [s3_prefix.join(f"c{number}").url for number in range(2)]
-    run_ranks(_save_three_times, 2, urls, s3_prefix.storage_options, "process", "none", timeout_seconds=200)
+    run_ranks(_save_three_times, 2, urls, s3_prefix.storage_options, "process", "none")
     for number, url in enumerate(urls):
         found = dcpfs.read(url, storage_options=s3_prefix.storage_options)
         expected = _expected(number)

@@ -114,7 +114,7 @@ def test_case_30_a_run_killed_in_mid_save_resumes_from_the_step_before(
     tmp_path: Path, mode: str, dying_rank: int, at: int
 ) -> None:
     root = str(tmp_path)
-    outcomes = try_ranks(die_in_the_middle, 2, root, mode, dying_rank, at, timeout_seconds=100)
+    outcomes = try_ranks(die_in_the_middle, 2, root, mode, dying_rank, at)
     assert outcomes[dying_rank].error_type == "ProcessDied", outcomes[dying_rank].traceback_text
     assert outcomes[1 - dying_rank].error_type not in (None, "TimeoutError")
     left = {path.name for path in (tmp_path / "iter_000000004").rglob("*")}
@@ -160,7 +160,7 @@ def reshard(root: str) -> int:
 
 
 def test_cases_11_91_a_run_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
-    assert run_ranks(reshard, 4, str(tmp_path), timeout_seconds=240) == [6, 5, 3, 2]
+    assert run_ranks(reshard, 4, str(tmp_path)) == [6, 5, 3, 2]
 
 
 def resize_data(root: str, action: Callable[..., object] | str | None) -> object:

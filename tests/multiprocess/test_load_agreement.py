@@ -64,7 +64,7 @@ def _load_with_a_bad_argument(url: str, argument: str) -> list[float]:
 
 @pytest.mark.parametrize("argument", ["url", "allow_cast", "state"])
 def test_case_101_an_argument_that_one_rank_has_wrong_ends_the_load_on_all(tmp_path: Path, argument: str) -> None:
-    outcomes = run_ranks(_load_with_a_bad_argument, 2, str(tmp_path / "c"), argument, timeout_seconds=30)
+    outcomes = run_ranks(_load_with_a_bad_argument, 2, str(tmp_path / "c"), argument)
     assert outcomes == [[0, 0]] * 2
 
 
@@ -79,7 +79,7 @@ def _load_with_two_minds(url: str) -> list[float]:
 
 
 def test_case_101_the_coordinators_strictness_and_way_of_reading_count(tmp_path: Path) -> None:
-    assert run_ranks(_load_with_two_minds, 2, str(tmp_path / "c"), timeout_seconds=30) == [[1, 1]] * 2
+    assert run_ranks(_load_with_two_minds, 2, str(tmp_path / "c")) == [[1, 1]] * 2
 
 
 def _mismatch_on_one(url: str) -> list[float]:
@@ -241,7 +241,7 @@ def _share_with_a_failure(url: str, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["read", "damage", "send", "receive", "target"])
 def test_case_101_a_rank_that_fails_while_replicas_are_shared_ends_the_load_on_all(tmp_path: Path, way: str) -> None:
-    outcomes = try_ranks(_share_with_a_failure, 2, str(tmp_path / "c"), way, timeout_seconds=40)
+    outcomes = try_ranks(_share_with_a_failure, 2, str(tmp_path / "c"), way)
     for outcome in outcomes:
         assert outcome.failed
         assert outcome.error_type != "TimeoutError", outcome.traceback_text
@@ -262,7 +262,7 @@ def _share_with_other_budgets(url: str) -> bool:
 
 
 def test_case_72_ranks_with_different_budgets_share_replicas(tmp_path: Path) -> None:
-    assert run_ranks(_share_with_other_budgets, 2, str(tmp_path / "c"), timeout_seconds=40) == [True] * 2
+    assert run_ranks(_share_with_other_budgets, 2, str(tmp_path / "c")) == [True] * 2
 
 
 def _load_own_files(url: str) -> list[float]:

@@ -174,7 +174,7 @@ def reshard() -> int:
 
 def test_cases_6_91_every_world_loads_every_other_with_its_optimizer() -> None:
     counts = [sum(size > rank for _, size, _ in _LOADS) for rank in range(4)]
-    assert run_ranks(reshard, 4, timeout_seconds=240) == counts
+    assert run_ranks(reshard, 4) == counts
 
 
 def pipeline() -> tuple[list[str], list[str]]:
