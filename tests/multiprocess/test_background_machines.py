@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -56,9 +57,10 @@ def established_peers(pid: int) -> set[str]:
     """Addresses that a process is connected to by TCP."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(entry)
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
+        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
+            target = os.readlink(entry)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
     found = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
@@ -68,7 +70,7 @@ def established_peers(pid: int) -> set[str]:
 
 
 def test_case_51_processes_of_several_machines_meet_at_the_coordinators_own_name(tmp_path: Path) -> None:
-    outcomes = run_ranks(save_on_machines, 2, str(tmp_path / "run"), timeout_seconds=120)
+    outcomes = run_ranks(save_on_machines, 2, str(tmp_path / "run"))
     for rank, (own, met, _, steps) in enumerate(outcomes):
         assert own == f"127.0.0.{2 + rank}"
         assert met == "127.0.0.2"  # the coordinator's name, and not the loopback of each

@@ -69,7 +69,7 @@ def save_beside_training(rounds: int) -> int:
 
 
 def wait_for_a_rank_that_does_not_come() -> str:
-    ranks = make_group(timeout_seconds=0.5)
+    ranks = make_group(timeout_seconds=5)
     came = make_group(timeout_seconds=60)
     text = ""
     if ranks.rank == 0:
