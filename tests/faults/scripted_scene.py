@@ -96,9 +96,9 @@ def on_clock(seed: int = 0) -> Iterator[Clock]:
 
 @contextmanager
 def impatient() -> Iterator[RetryConfig]:
-    """Have what follows wait for half a second where it waited for twenty."""
+    """Have what follows wait for three seconds where it waited for twenty: longer than a busy machine is silent."""
     with pytest.MonkeyPatch.context() as patch:
-        retry = RETRY.model_copy(update={"read_timeout_seconds": 0.5})
+        retry = RETRY.model_copy(update={"read_timeout_seconds": 3.0})
         patch.setitem(globals(), "RETRY", retry)
         yield retry
 

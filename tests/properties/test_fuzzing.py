@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from dcpfs.errors import CorruptCheckpointError
-from tests.properties.fuzz_child import judge
+from tests.properties.fuzz_child import judge, set_high_water_back
 from tests.properties.fuzz_targets import TARGETS, Input, Target, equal
 
 SECONDS = float(os.environ.get("DCPFS_FUZZ_SECONDS", "170"))
@@ -54,7 +55,7 @@ def fuzz(target: str, seed: int, count: int, seconds: float, folder: Path) -> di
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_case_110_hostile_bytes_are_an_error_or_the_right_value(target: str, tmp_path: Path) -> None:
-    told = fuzz(target, 0, COUNTS[target], 120, tmp_path)
+    told = fuzz(target, 0, COUNTS[target], 600, tmp_path)
     assert told["tried"] == COUNTS[target]
     outcomes = " ".join(told["outcomes"])
     assert "right value" in outcomes or "step 2" in outcomes, "nothing came through: the inputs are too strange"
@@ -79,10 +80,14 @@ class _Greedy(Target):
 
 @pytest.mark.parametrize("block_bytes", [300_000_000, 1_000_000])
 def test_the_memory_of_an_input_is_seen_after_one_that_took_as_much(tmp_path: Path, block_bytes: int) -> None:
+    if not set_high_water_back():
+        pytest.skip("this system does not set the high-water mark of a process's memory back")
     greedy = _Greedy(tmp_path, block_bytes)
     for _ in range(3):
         _, faults = judge(greedy, Input("made up", b"x"))
-        assert [fault.partition(" ")[0] for fault in faults] == ["took"], faults
+        others = [fault for fault in faults if not re.fullmatch(r"took [\d.]+ s", fault)]  # on a busy machine
+        assert len(others) == 1, faults
+        assert re.match(r"took \d+ bytes for ", others[0]), faults
 
 
 @pytest.mark.parametrize(
