@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
+import sys
 import uuid
 from collections.abc import Iterator
 
@@ -14,9 +17,26 @@ from dcpfs.testing.scripted_s3 import ScriptedS3Server
 from dcpfs.testing.servers import RcloneServer, SeaweedServer
 from dcpfs.testing.tls import TlsAuthority
 
-# How long an example takes on a busy machine says nothing of what it tests.
-settings.register_profile("no clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes on a busy machine says nothing of what it tests. Every run of the suite tries the same ones,
+# but that which searches: `tests.properties.bounds`.
+settings.register_profile(
+    "no clocks",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=int(os.environ.get("DCPFS_PROPERTY_SCALE", "0")) == 0,
+    database=None,
+)
 settings.load_profile("no clocks")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """A test that was cut short leaves neither silence nor a process group to the next one."""
+    yield
+    logging.disable(logging.NOTSET)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from dcpfs.checkpointer.layout import step_name
 from dcpfs.checkpointer.manifest import Manifest, encode_manifest
 from dcpfs.errors import SupersededError
 from tests.faults.two_saves import READ_WHOLE, STEP, Objects, Outcome, SharedStore, check_unmixed, run_saves, save_all
+from tests.properties.bounds import examples
 
 OLDER = f"{step_name(STEP - 1)}/manifest.json"
 
@@ -76,6 +77,7 @@ def test_case_2_an_old_save_that_wakes_up_anywhere_makes_no_mix(before: str, con
         check_end(objects, outcomes, requests)
 
 
+@examples(100)
 @given(
     st.sampled_from(["empty", "dead", "committed"]),
     st.lists(st.sampled_from("ABC"), max_size=120),

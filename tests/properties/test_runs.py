@@ -15,6 +15,7 @@ from dcpfs.checkpointer.retention import Retention, RetentionPolicy, protect_ste
 from dcpfs.errors import IncompleteCheckpointError
 from dcpfs.testing.faulty import Aftermath, FaultPlan, FaultyStore, Moment
 from tests.conformance.step_scene import Scene
+from tests.properties.bounds import examples
 from tests.properties.dict_store import DictStore
 
 ITERATIONS = st.integers(1, 9)
@@ -172,4 +173,4 @@ class Runs(RuleBasedStateMachine):
 
 
 TestRuns = Runs.TestCase
-TestRuns.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestRuns.settings = settings(examples(40), stateful_step_count=25)

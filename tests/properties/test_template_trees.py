@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcpfs.checkpointer.stored_value import StoredValue
@@ -14,6 +14,7 @@ from dcpfs.checkpointer.template_tree import build_tree
 from dcpfs.dcp.flatten import flatten
 from dcpfs.dcp.places import put_value
 from dcpfs.errors import UnsupportedValueError
+from tests.properties.bounds import examples
 from tests.unit.checkpointer.part_exchange import equal_states, stored_values
 
 _LEAVES = st.one_of(
@@ -54,7 +55,7 @@ def _flat(state: dict[str, Any]) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @example({"a": [torch.arange(0, dtype=torch.int16)]}, {"a": {0: None}})
 @example({"a": [torch.arange(2, dtype=torch.int16)]}, {"a": [None, torch.arange(2, dtype=torch.int16)]})
 @given(_STATES.filter(_flat), _STATES.filter(_flat))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpfs.dcp import upload
@@ -18,6 +18,7 @@ from dcpfs.dcp.placement import place
 from dcpfs.dcp.transfer import ByteBudget
 from dcpfs.dcp.upload import Uploader
 from dcpfs.storage.store import PartMemory
+from tests.properties.bounds import examples
 from tests.unit.dcp.memory_store import MemoryStore
 
 
@@ -88,7 +89,7 @@ def _values(seed: int, largest: int) -> list[torch.Tensor | bytes]:
     return values
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     seed=st.integers(0, 10_000),
     part_bytes=st.sampled_from([300, 1000, 5000, 1 << 16]),

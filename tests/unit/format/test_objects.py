@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.tensor
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -28,6 +28,7 @@ from dcpfs.config import Trust
 from dcpfs.errors import CorruptCheckpointError, UnsupportedValueError, UntrustedDataError
 from dcpfs.format.entries import check_storable_object, decode_object, decode_tensor_entry, encode_object
 from dcpfs.format.unpickling import loads
+from tests.properties.bounds import examples
 from tests.unit.format.values import ALL_DTYPES, filled, raw_bytes, torch_save
 
 ZONE = dt.timezone(dt.timedelta(hours=2), "CEST")
@@ -437,7 +438,7 @@ def test_tensors_never_reach_beyond_their_bytes(pickled: bytes) -> None:
         decode_object(data, key="k")
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.sampled_from(["nested", "tensors", "numpy objects", "uuid"]), st.data())
 def test_damaged_values_are_errors_of_ours(name: str, data: st.DataObject) -> None:
     entry = bytearray(torch_save(STORABLE[name]))
@@ -448,7 +449,7 @@ def test_damaged_values_are_errors_of_ours(name: str, data: st.DataObject) -> No
         decode_object(bytes(entry), key="k")
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.sampled_from(["nested", "tensors", "numpy objects", "uuid", "numpy dates", "bytes io"]), st.data())
 def test_damaged_pickles_behind_right_checksums_are_errors_of_ours(name: str, data: st.DataObject) -> None:
     with zipfile.ZipFile(io.BytesIO(torch_save(STORABLE[name]))) as archive:

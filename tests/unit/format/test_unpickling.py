@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcpfs.config import Trust
 from dcpfs.errors import CorruptCheckpointError, UntrustedDataError
 from dcpfs.format.allowlist import check_hashable
 from dcpfs.format.unpickling import SafeUnpickler, loads
+from tests.properties.bounds import examples
 
 
 def text(value: str) -> bytes:
@@ -411,7 +412,7 @@ SEEDS: list[Any] = [
 ]
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(st.sampled_from(SEEDS), st.integers(2, 5), st.data())
 def test_damaged_pickles_are_errors_of_ours(value: Any, protocol: int, data: st.DataObject) -> None:
     pickled = bytearray(pickle.dumps(value, protocol))
@@ -430,7 +431,7 @@ def test_damaged_pickles_are_errors_of_ours(value: Any, protocol: int, data: st.
         loads(bytes(pickled))
 
 
-@settings(max_examples=600)
+@examples(600)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_errors_of_ours(data: bytes) -> None:
     with contextlib.suppress(CorruptCheckpointError, UntrustedDataError):
