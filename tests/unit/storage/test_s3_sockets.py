@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from dcpfs.storage import s3_sockets
 from dcpfs.storage.s3_sockets import BodyResponse, read_body, send_buffers
 
-TIMEOUT_SECONDS = 0.3
+TIMEOUT_SECONDS = 2.0
+"""Far more than a busy machine keeps a thread from its work."""
+DRIP_SECONDS = 0.03
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n"
 LONG = 1 << 22
 
 
 @contextlib.contextmanager
-def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+def connected(timeout_seconds: float = TIMEOUT_SECONDS) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Two ends with small buffers in the kernel."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -27,18 +30,18 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
         ours.connect(listener.getsockname())
         theirs, _ = listener.accept()
         with ours, theirs:
-            ours.settimeout(TIMEOUT_SECONDS)
+            ours.settimeout(timeout_seconds)
             yield ours, theirs
 
 
 @contextlib.contextmanager
 def now_and_then(step: Callable[[], object]) -> Iterator[None]:
-    """Take a step every few milliseconds, until the end or a failure."""
+    """Take a step every `DRIP_SECONDS`, until the end or a failure."""
     ended = threading.Event()
 
     def go() -> None:
         with contextlib.suppress(OSError):
-            while not ended.wait(TIMEOUT_SECONDS / 10):
+            while not ended.wait(DRIP_SECONDS):
                 step()
 
     thread = threading.Thread(target=go)
@@ -65,7 +68,7 @@ def test_a_body_that_drips_is_given_up_and_what_came_is_counted(buffers: int) ->
 
 
 def test_a_body_that_is_slow_but_moves_arrives() -> None:
-    size = 60_000
+    size = 300_000
     with connected() as (ours, theirs):
         theirs.sendall(HEAD % size)
         response = BodyResponse(ours, method="GET")
@@ -79,7 +82,8 @@ def test_a_body_that_is_slow_but_moves_arrives() -> None:
 
 
 @pytest.mark.parametrize("text", [b"HTTP/1.1 200 OK\r\nX: ", HEAD % LONG], ids=["head", "short answer"])
-def test_an_answer_that_never_ends_is_given_up(text: bytes) -> None:
+def test_an_answer_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, text: bytes) -> None:
+    monkeypatch.setattr(s3_sockets, "_ANSWER_TIMEOUTS", 1)
     with connected() as (ours, theirs):
         theirs.sendall(text)
         response = BodyResponse(ours, method="POST")
@@ -93,12 +97,20 @@ def test_an_answer_that_never_ends_is_given_up(text: bytes) -> None:
 
 
 def test_blanks_while_an_upload_is_completed_are_borne_for_many_timeouts() -> None:
+    many_seconds = 2.5 * TIMEOUT_SECONDS
+    size = int(many_seconds / DRIP_SECONDS) + 100
     with connected() as (ours, theirs):
-        theirs.sendall(HEAD % 25)
+        theirs.sendall(HEAD % size)
         response = BodyResponse(ours, method="POST")
         response.begin()
-        with now_and_then(lambda: theirs.send(b" ")):
-            assert response.read() == b" " * 25
+        started_seconds = time.monotonic()
+
+        def drip() -> None:
+            theirs.send(b" " * (1 if time.monotonic() - started_seconds < many_seconds else size))
+
+        with now_and_then(drip):
+            assert response.read() == b" " * size
+        assert time.monotonic() - started_seconds >= many_seconds
 
 
 def test_a_peer_that_takes_a_byte_now_and_then_is_given_up() -> None:
@@ -109,7 +121,7 @@ def test_a_peer_that_takes_a_byte_now_and_then_is_given_up() -> None:
 
 
 def test_silence_is_given_up() -> None:
-    with connected() as (ours, theirs):
+    with connected(timeout_seconds=0.3) as (ours, theirs):
         theirs.sendall(HEAD % LONG)
         response = BodyResponse(ours, method="GET")
         response.begin()
