@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
 
 from benchmarks.figures import Figure, Missing, StepFigure
 from benchmarks.runner import Isolation, Plan, Runner
 from benchmarks.settings import Link, Target
 
-__all__ = ["TINY_BYTES", "measure", "measured"]
+__all__ = ["TINY_BYTES", "measure", "measured", "refusing_port"]
 
 TINY_BYTES = 400_000
 
@@ -32,7 +34,7 @@ def measure(
         repetitions=1,
         rounds=rounds,
         isolation=isolation,
-        timeout_seconds=240,
+        timeout_seconds=900,
         link=link,
     )
     said: list[str] = [] if told is None else told
@@ -50,3 +52,12 @@ def measured(place: Target, cases: str | Sequence[str], *contenders: str, rounds
         assert isinstance(result, Figure), result
         figures.append(result)
     return figures
+
+
+@contextlib.contextmanager
+def refusing_port() -> Iterator[int]:
+    """A port that nobody listens on, nor can while it is held."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port: int = bound.getsockname()[1]
+        yield port

@@ -16,7 +16,7 @@ from benchmarks.runner import order
 from benchmarks.settings import Setting, Target
 from tests.unit.benchmarks.small_runs import measure, measured
 
-pytestmark = pytest.mark.usefixtures("client_variables")
+pytestmark = [pytest.mark.usefixtures("client_variables"), pytest.mark.timeout(1800)]
 
 STORING = [name for name, case in CASES.items() if case.role is Role.STORAGE]
 ALONE = [name for name in STORING if not CASES[name].sharded]

@@ -14,6 +14,7 @@ from benchmarks import gpu_check
 from dcpfs.background.arena import Arena
 
 
+@pytest.mark.timeout(1800)
 def test_all_checks_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     report = gpu_check.run(1, torch.device("cpu"))
     assert report["ok"], json.dumps(report, indent=1)
@@ -24,6 +25,7 @@ def test_all_checks_run_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count(": ok (") == len(checks)
 
 
+@pytest.mark.timeout(1800)
 def test_a_copy_that_is_not_made_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def stage(arena: Arena, tensors: list[torch.Tensor], *, first: Collection[int] = ()) -> list[torch.Tensor]:
         return tensors  # nothing is copied

@@ -9,11 +9,11 @@ import pytest
 
 from benchmarks.contenders import contenders_for
 from benchmarks.figures import Figure, Missing, StepFigure
-from benchmarks.place import open_place, start_sink
+from benchmarks.place import open_place
 from benchmarks.runner import Isolation
 from benchmarks.settings import PLACE_PREFIX, Link, Setting, Target, client_environment
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
-from tests.unit.benchmarks.small_runs import measure
+from tests.unit.benchmarks.small_runs import measure, refusing_port
 
 
 @pytest.fixture
@@ -42,6 +42,7 @@ def test_signatures_hold_through_the_proxy_and_requests_are_counted(server: Scri
     assert server.objects.snapshot(server.bucket) == before
 
 
+@pytest.mark.timeout(1800)
 def test_steps_at_a_url(server: ScriptedS3Server) -> None:
     with open_place(Setting.URL, None, 0, url=server.url("s"), storage_options=server.storage_options) as place:
         results = measure(
@@ -66,13 +67,22 @@ def test_only_the_directory_of_the_run_is_deleted(tmp_path: Path) -> None:
 
 
 def test_what_ended_a_run_is_told_when_its_directory_can_t_be_deleted_either(caplog: pytest.LogCaptureFixture) -> None:
-    with start_sink(0, 0, 0) as port:
-        server = f"http://127.0.0.1:{port}"
     client = {"retries": {"max_attempts": 0}, "connect_timeout": 1}
-    options = {"key": "k3y", "secret": "hunter2", "endpoint_url": server, "config_kwargs": client}
     with (
         pytest.raises(RuntimeError, match="what ended the run"),
-        open_place(Setting.URL, None, 0, url="s3://bucket/scratch", storage_options=options),
+        refusing_port() as port,
+        open_place(
+            Setting.URL,
+            None,
+            0,
+            url="s3://bucket/scratch",
+            storage_options={
+                "key": "k3y",
+                "secret": "hunter2",
+                "endpoint_url": f"http://127.0.0.1:{port}",
+                "config_kwargs": client,
+            },
+        ),
     ):
         raise RuntimeError("what ended the run")
     (record,) = [each for each in caplog.records if each.name == "benchmarks.place"]

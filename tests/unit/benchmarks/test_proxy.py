@@ -16,6 +16,7 @@ from benchmarks.object_memory import BLOCK_BYTES
 from benchmarks.place import start_proxy
 from benchmarks.settings import BUCKET, Link, Target
 from benchmarks.sink_client import SinkConnection
+from tests.unit.benchmarks.small_runs import refusing_port
 
 pytestmark = pytest.mark.usefixtures("client_variables")
 
@@ -106,16 +107,8 @@ def test_answers_come_late_and_connections_keep_to_their_rate(sink: Target) -> N
 
 
 def test_a_server_that_is_gone_closes_the_connection() -> None:
-    with start_proxy("127.0.0.1", _free_port(), Link()) as port:
+    with refusing_port() as gone, start_proxy("127.0.0.1", gone, Link()) as port:
         through = SinkConnection(port, counted=True)
         with pytest.raises(ConnectionError):
             through.get("x")
         assert SinkConnection(port, counted=False).figures().requests == 0  # and the proxy goes on
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.figures import Missing
 from benchmarks.stall import CONTENDERS, Blocked, StallFigure, markdown, measure
 from tests.unit.benchmarks.recordings import STALLED
 
 
+@pytest.mark.timeout(1800)
 def test_every_contender_is_blocked_for_something_and_stores_what_was_there() -> None:
     said: list[str] = []
     figures = list(measure(size_bytes=2_000_000, rounds=2, tell=said.append))
@@ -24,6 +27,7 @@ def test_every_contender_is_blocked_for_something_and_stores_what_was_there() ->
     assert all(f"| {contender} | " in text for contender in CONTENDERS)
 
 
+@pytest.mark.timeout(1800)
 def test_a_contender_that_fails_is_told_and_the_others_go_on_in_turns() -> None:
     said: list[str] = []
     contenders = ("torch-nonsense", "torch-thread")

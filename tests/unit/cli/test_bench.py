@@ -51,7 +51,7 @@ def test_a_store_is_left_as_it_was_and_no_secret_is_told(tmp_path: Path) -> None
         for key in ("scratch/mine", f"scratch/{PLACE_PREFIX}of-somebody-else/model", "elsewhere"):
             assert own.get(key) == b"precious"
         assert len(own.keys("")) == 3
-    for secret in ("hunter2", "k3y", str(port)):
+    for secret in ("hunter2", "k3y", f"127.0.0.1:{port}"):
         assert secret not in text
         assert secret not in lines.read_text()
     recording = read(lines)
@@ -122,13 +122,14 @@ def test_what_was_written_is_deleted_when_the_run_is_told_to_end(tmp_path: Path)
         while not list(store.glob(f"{PLACE_PREFIX}*/save-dcpfs/*/.metadata")):
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(300) == 128 + signal.SIGTERM
     finally:
         process.kill()
         process.communicate()
     assert not store.exists()
 
 
+@pytest.mark.timeout(1800)
 def test_the_wheel_carries_the_benchmarks_and_runs_them_without_the_sources(tmp_path: Path) -> None:
     built = tmp_path / "built"
     subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(built)], cwd=ROOT, check=True)
