@@ -6,6 +6,8 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -15,6 +17,8 @@ from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
 
 DEADLINE_SECONDS = 60.0
 MIB = 1 << 20
+OURS = ("dcpfs-transfer-", "tiny-", "few-", "test-")
+"""How the names of a run's threads and of the tests' own begin; others may come and go in the same process."""
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -34,7 +38,7 @@ class Taker:
         self.error: BaseException | None = None
         self.done = threading.Event()
         line = budget.waiting
-        self._thread = threading.Thread(target=self._take, args=(budget, size_bytes, log))
+        self._thread = threading.Thread(target=self._take, args=(budget, size_bytes, log), name="test-taker")
         self._thread.start()
         wait_until(lambda: self.done.is_set() or budget.waiting > line)
 
@@ -69,7 +73,8 @@ def interrupts() -> Iterator[Callable[[], None]]:
 def no_thread_survives() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    assert [thread for thread in threading.enumerate() if thread not in before] == []
+    after = [thread for thread in threading.enumerate() if thread.name.startswith(OURS)]
+    assert [thread for thread in after if thread not in before] == []
 
 
 # -- the budget
@@ -177,7 +182,7 @@ def test_an_interrupted_wait_gives_its_place_back(interrupts: Callable[[], None]
         second.append(Taker(budget, 4))  # fits, but waits behind the large one
         interrupts()
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, name="test-interrupt")
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         budget.acquire(7)
@@ -230,7 +235,7 @@ def test_threads_that_come_and_go_never_exceed_the_budget() -> None:
                 if held > 100 and held != 150:
                     over.append(held)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    threads = [threading.Thread(target=work, args=(seed,), name=f"test-{seed}") for seed in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -358,7 +363,7 @@ def test_tasks_are_pulled_in_the_calling_thread_and_no_faster_than_the_budget_le
         assert len(pulled) == 5
         release.set()
 
-    waker = threading.Thread(target=wake)
+    waker = threading.Thread(target=wake, name="test-waker")
     with pytest.raises(AssertionError, match="too early"):  # after the release: what runs is waited for
         run_tasks(tasks(), concurrency=8, budget=budget)
     waker.join()
@@ -520,10 +525,15 @@ def test_a_task_whose_cost_is_refused_is_discarded(held: int) -> None:
     discarded: list[int] = []
     closed = OSError("closed")
 
-    def tasks() -> Iterator[Task]:
-        for number in range(held):
-            yield Task(1, lambda: None, lambda number=number: discarded.append(number))  # type: ignore[misc] # bound early
+    def close_once_the_next_one_waits() -> None:
+        wait_until(lambda: budget.waiting == 1)
         budget.close(closed)
+
+    def tasks() -> Iterator[Task]:
+        if held:
+            yield Task(10, close_once_the_next_one_waits, lambda: discarded.append(0))
+        else:
+            budget.close(closed)
         yield Task(1, lambda: None, lambda: discarded.append(100))
         yield Task(1, lambda: None, lambda: discarded.append(200))
 
@@ -602,9 +612,12 @@ def test_a_generator_is_closed_in_the_calling_thread_when_the_run_ends_early(con
 def test_an_interrupt_stops_the_run_and_leaves_nothing(interrupts: Callable[[], None], place: str) -> None:
     budget = ByteBudget(2)
     interrupted = threading.Event()
+    begun = threading.Barrier(3)
     ended: list[str] = []
 
     def run() -> None:
+        if place == "supply":
+            begun.wait(DEADLINE_SECONDS)
         if place == "budget":
             wait_until(lambda: budget.waiting == 1)
         if place != "supply":
@@ -619,6 +632,7 @@ def test_an_interrupt_stops_the_run_and_leaves_nothing(interrupts: Callable[[], 
         yield Task(1, run)
         yield Task(1, run)
         if place == "supply":
+            begun.wait(DEADLINE_SECONDS)
             interrupted.set()
             interrupts()
             _wait(threading.Event())  # the interrupt ends this
@@ -638,6 +652,9 @@ def test_a_run_goes_on_with_the_threads_that_can_be_had(monkeypatch: pytest.Monk
 
     def limited(thread: threading.Thread) -> None:
         nonlocal allowed
+        if not thread.name.startswith(OURS):
+            start(thread)
+            return
         if allowed == 0:
             raise RuntimeError("can't start new thread")
         allowed -= 1
@@ -652,8 +669,12 @@ def test_a_run_goes_on_with_the_threads_that_can_be_had(monkeypatch: pytest.Monk
 
 
 def test_a_run_without_any_thread_fails_and_discards(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
     def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+        if thread.name.startswith(OURS):
+            raise RuntimeError("can't start new thread")
+        start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     budget = ByteBudget(10)
@@ -670,7 +691,7 @@ def test_runs_may_share_a_budget() -> None:
     def run(_: int) -> None:
         run_tasks([Task(7, lambda: done.append(1))] * 50, concurrency=3, budget=budget)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    threads = [threading.Thread(target=run, args=(number,), name=f"test-{number}") for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -678,17 +699,30 @@ def test_runs_may_share_a_budget() -> None:
     assert (len(done), budget.in_flight_bytes, budget.peak_bytes) == (200, 0, 7)
 
 
+_FORK = """
+import os, sys
+from dcpfs.dcp.transfer import ByteBudget, Task, run_tasks
+
+ran = []
+def run():
+    run_tasks([Task(1, lambda: ran.append(1))] * 10, concurrency=3, budget=ByteBudget(2))
+
+run()
+child = os.fork()
+if child == 0:
+    status = 1
+    try:
+        run()
+        status = 0 if len(ran) == 20 else 2
+    finally:
+        os._exit(status)
+sys.exit(0 if os.waitpid(child, 0)[1] == 0 else 1)
+"""
+
+
 def test_a_forked_child_can_run_tasks() -> None:
     """No lock and no thread of the module outlives a run, so a fork inherits nothing that could block."""
     if not hasattr(os, "fork"):
         pytest.skip("no fork on this system")
-    run_tasks([Task(1, lambda: None)] * 10, concurrency=3, budget=ByteBudget(2))
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            run_tasks([Task(1, lambda: None)] * 10, concurrency=3, budget=ByteBudget(2))
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(child, 0)[1] == 0
+    # In a process of its own: no other thread can hold a lock at the fork.
+    assert subprocess.run([sys.executable, "-c", _FORK], timeout=DEADLINE_SECONDS * 10, check=False).returncode == 0
