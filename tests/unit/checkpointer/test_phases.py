@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from dcpfs.checkpointer.phases import Phases, format_bytes
 
 
-def watchdogs() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("dcpfs-watchdog")]
+@pytest.fixture
+def watchdogs() -> Callable[[], list[str]]:
+    """Names of those that a test has started so far and that still run."""
+    before = set(threading.enumerate())
+    return lambda: [
+        thread.name
+        for thread in threading.enumerate()
+        if thread not in before and thread.name.startswith("dcpfs-watchdog")
+    ]
 
 
 def test_case_60_a_phase_past_its_deadline_is_reported_once_with_all_stacks_and_goes_on(
-    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], watchdogs: Callable[[], list[str]]
 ) -> None:
     reported, released = threading.Event(), threading.Event()
 
@@ -43,7 +51,8 @@ def test_case_60_a_phase_past_its_deadline_is_reported_once_with_all_stacks_and_
         stuck.join()
     assert phases.overdue == ("write",)
     assert not watchdogs()
-    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    own = [record for record in caplog.records if record.name == "dcpfs.checkpointer.phases"]
+    errors = [record.getMessage() for record in own if record.levelno == logging.ERROR]
     assert len(errors) == 1
     assert "rank 3: write (save of iter_000000005) has not ended after" in errors[0]
     assert "1.5 MB moved" in errors[0]
@@ -56,7 +65,7 @@ def test_case_60_a_phase_past_its_deadline_is_reported_once_with_all_stacks_and_
     assert "in wait_for_a_peer_that_does_not_come" in printed
 
 
-def test_phases_are_measured_told_and_summed_up() -> None:
+def test_phases_are_measured_told_and_summed_up(watchdogs: Callable[[], list[str]]) -> None:
     told: list[tuple[str, int]] = []
     phases = Phases(deadline_seconds=60, on_phase=lambda name, seconds, size: told.append((name, size)))
     for size in (1_000_000, 2_400_000_000):
@@ -105,12 +114,15 @@ def test_sizes_are_written_for_people(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text
 
 
-def test_an_interrupt_while_a_watchdog_starts_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Timer.start
+def test_an_interrupt_while_a_watchdog_starts_leaves_none_behind(
+    monkeypatch: pytest.MonkeyPatch, watchdogs: Callable[[], list[str]]
+) -> None:
+    start, own = threading.Timer.start, threading.current_thread()
 
     def start_and_be_interrupted(timer: threading.Timer) -> None:
         start(timer)
-        raise KeyboardInterrupt
+        if threading.current_thread() is own:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Timer, "start", start_and_be_interrupted)
     phases = Phases(deadline_seconds=60)

@@ -252,7 +252,11 @@ def test_case_114_no_secret_in_any_text(store: MemoryStore, caplog: pytest.LogCa
 def test_one_line_per_save(store: MemoryStore, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="dcpfs"):
         _save("dcpfs.save")
-    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("dcpfs") and record.levelno == logging.INFO
+    ]
     assert line.startswith("rank 0 saved 0.0 MB to memory://x/y in ")
 
 
