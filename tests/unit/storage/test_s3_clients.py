@@ -8,7 +8,7 @@ import ssl
 from pathlib import Path
 
 import pytest
-from fsspec.asyn import get_loop
+from fsspec.asyn import get_loop, sync
 
 from dcpfs.storage.s3_clients import KeptClients, S3Client, client_key
 from dcpfs.storage.s3_http import HttpPool
@@ -32,6 +32,7 @@ def made(*, pid: int | None = None) -> S3Client:
         find_proxy=lambda _: None,
     )
     loop: asyncio.AbstractEventLoop = get_loop()
+    sync(loop, asyncio.sleep, 0)  # its thread may not have come to run it yet
     return S3Client(_Closable(), loop, pid or os.getpid(), pool, None)
 
 
