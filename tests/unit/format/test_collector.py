@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import pytest
 
 from dcpfs.format.collector import paused_collector
+from tests.unit.format.collecting import collects_again
 
 
 @pytest.fixture(autouse=True)
 def _collector_stays_as_it_is() -> Iterator[None]:
-    enabled = gc.isenabled()
+    enabled = collects_again()
     gc.enable()
+    gc.unfreeze()
     yield
     gc.unfreeze()
     (gc.enable if enabled else gc.disable)()
@@ -24,7 +26,7 @@ def test_pauses_nest() -> None:
         with paused_collector():
             assert not gc.isenabled()
         assert not gc.isenabled()
-    assert gc.isenabled()
+    assert collects_again()
 
 
 def test_a_collector_that_was_off_stays_off() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
@@ -39,6 +39,8 @@ from dcpfs.format.metadata import (
     metadata_from_index,
 )
 from dcpfs.format.metadata_pickle import encode_metadata_pickle
+from tests.properties.bounds import examples
+from tests.unit.format.collecting import collects_again
 from tests.unit.format.samples import as_torch_holds_it, chunk, make_metadata
 from tests.unit.format.values import ALL_DTYPES
 
@@ -488,7 +490,7 @@ def test_a_newer_index_is_left_to_the_pickle() -> None:
     assert decode_metadata(bytes(data)) == pickle.loads(bytes(data))
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.sampled_from(["own", "torch", "torch 2"]), st.data())
 def test_damaged_metadata_is_an_error_of_ours(kind: str, data: st.DataObject) -> None:
     metadata = make_metadata()
@@ -616,7 +618,7 @@ def test_gaps_are_allowed_in_one_file_and_found_in_the_whole() -> None:
 
 
 def test_the_collector_is_paused_and_comes_back() -> None:
-    assert gc.isenabled()
+    assert collects_again()
     with paused_collector():
         assert not gc.isenabled()
         with paused_collector():
@@ -624,10 +626,10 @@ def test_the_collector_is_paused_and_comes_back() -> None:
         assert not gc.isenabled()
         decode_index(encode_metadata(make_metadata()))
         assert not gc.isenabled()
-    assert gc.isenabled()
+    assert collects_again()
     with pytest.raises(CorruptCheckpointError):
         decode_index(b"")
-    assert gc.isenabled()
+    assert collects_again()
     gc.disable()
     try:
         decode_both(encode_metadata(make_metadata()))
