@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import cast
 
 import pytest
@@ -68,7 +69,7 @@ class _ByAttribute(dict[str, object]):
 
 @pytest.mark.parametrize("how", ["dcpfs.save", "dcp.save"])
 def test_case_20_containers_with_a_state_of_their_own_are_asked_and_given(how: str) -> None:
-    url = f"memory://stateful-{how}"
+    url = f"memory://stateful-{uuid.uuid4().hex}"
     saved = {"settings": _Settings({"a": 1}, 7), "history": _History([1, 2]), "attributes": _ByAttribute(a=1)}
     if how == "dcpfs.save":
         dcpfs.save(saved, url)
