@@ -45,9 +45,9 @@ class Checkpointer(dcpfs.DistributedCheckpointer):
 
 
 def config(save_dir: str | Path, mode: str, **settings: object) -> dcpfs.CheckpointConfig:
-    """Settings; exchanges end within a minute."""
+    """Settings; exchanges end within five minutes."""
     return dcpfs.CheckpointConfig.model_validate(
-        {"save_dir": str(save_dir), "async_mode": mode, "timeout_seconds": 60, "rng": "none", **settings}
+        {"save_dir": str(save_dir), "async_mode": mode, "timeout_seconds": 300, "rng": "none", **settings}
     )
 
 

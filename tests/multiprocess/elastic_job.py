@@ -22,7 +22,7 @@ __all__ = ["EVERY", "LAST", "Weights", "name_of_seen"]
 
 LAST = 6
 EVERY = 2
-_TIMEOUT = timedelta(seconds=60)
+_TIMEOUT = timedelta(seconds=300)
 
 
 class Weights:

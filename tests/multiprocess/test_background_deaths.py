@@ -19,8 +19,8 @@ from dcpfs.checkpointer.process_saver import ProcessSaver
 from tests.multiprocess import background_job as job
 from tests.multiprocess.gloo import try_ranks
 
-SOON_SECONDS = 30.0
-"""Far less than the time-out of a group, 60 s here; nothing below waits for that."""
+SOON_SECONDS = 150.0
+"""Half the time-out of a group, 300 s here; nothing below waits for that."""
 
 
 class GatedFinish(dcpfs.FsspecStorageWriter):

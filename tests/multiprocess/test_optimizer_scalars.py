@@ -33,7 +33,7 @@ def resume(folder: str) -> list[str]:
     """What differs from the run that went on."""
     found = []
     for foreach in (False, True):
-        config = dcpfs.CheckpointConfig(save_dir=f"{folder}/{foreach}", timeout_seconds=60)
+        config = dcpfs.CheckpointConfig(save_dir=f"{folder}/{foreach}", timeout_seconds=200)
         model, optimizers = start(0, foreach=foreach)
         train(model, optimizers, 1)
         fresh, others = start(9, foreach=foreach)

@@ -20,7 +20,7 @@ from tests.multiprocess.training_job import attempt
 
 
 def config(save_dir: str, **settings: object) -> dcpfs.CheckpointConfig:
-    fixed = {"save_dir": save_dir, "timeout_seconds": 60, "rng": "none"}
+    fixed = {"save_dir": save_dir, "timeout_seconds": 200, "rng": "none"}
     return dcpfs.CheckpointConfig.model_validate({**fixed, **settings})
 
 
