@@ -51,6 +51,11 @@ _PREFIX = "dcpfs-server-"
 _LOG_TAIL_BYTES = 4096
 _POLL_SECONDS = 0.02
 _START_TRIES = 4
+_START_SECONDS = 240.0
+"""Longest wait for a server to be ready, on a machine with little time for it."""
+_RESTART_TRIES = 20
+_RESTART_PAUSE_SECONDS = 0.5
+"""Whoever has taken a port in between, as a client's own port does, may give it back."""
 
 # "$@" is the server's command. The shell passes TERM on to the server, and USR1 as KILL; the reader sends TERM
 # once the owner's end of the pipe is closed, by stop() or by the owner's death. Always the shell reaps the server.
@@ -210,7 +215,7 @@ class ServerProcess:
         except FileNotFoundError:
             return ""
 
-    def wait_until(self, probe: Callable[[], _T | None], *, deadline_seconds: float = 60.0) -> _T:
+    def wait_until(self, probe: Callable[[], _T | None], *, deadline_seconds: float = _START_SECONDS) -> _T:
         """Ask again and again until the server is ready.
 
         Args:
@@ -231,7 +236,8 @@ class ServerProcess:
             except OSError as error:
                 last = error
             else:
-                if answer is not None:
+                # Another server may have the port, and answer in place of this one, which then ends.
+                if answer is not None and self.running:
                     return answer
             if not self.running:
                 code = self._guard.returncode
@@ -329,9 +335,10 @@ class LoopbackServer(ABC):
                 self._address = self._await_ready(self._process)
                 break
             except ServerStartError:
-                # A port can be taken between its choice and its use; anything else fails each time.
+                # A port can be taken between its choice and its use: then the server ends. Else it would be late again.
+                is_late = self._process.running
                 self._process.stop()
-                if attempt + 1 == _START_TRIES:
+                if is_late or attempt + 1 == _START_TRIES:
                     raise
             except BaseException:
                 self._process.stop()
@@ -342,10 +349,18 @@ class LoopbackServer(ABC):
     def restart(self) -> None:
         """Start it again after ``process.kill()`` on its own data, and wait until it can be used.
 
-        Its address may be another one; a `dcpfs.testing.tcp_proxy.TcpProxy` before it keeps one.
+        Its address may be another one; a `dcpfs.testing.tcp_proxy.TcpProxy` before it keeps one. A server that ends at
+        once is started again: its ports may be taken for a moment, and it has no others.
         """
-        self.process.restart()
-        self._address = self._await_ready(self.process)
+        for attempt in range(_RESTART_TRIES):
+            self.process.restart()
+            try:
+                self._address = self._await_ready(self.process)
+                return
+            except ServerStartError:
+                if self.process.running or attempt + 1 == _RESTART_TRIES:
+                    raise
+            time.sleep(_RESTART_PAUSE_SECONDS)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -222,7 +222,7 @@ class JuicefsServer(S3Server):
             ],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         if made.returncode:

@@ -169,7 +169,7 @@ def _find(name: str, *, package: str) -> str:
 
 
 def _run_once(command: list[str], *, standard_input: str = "") -> None:
-    made = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=60, check=False)
+    made = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=240, check=False)
     if made.returncode:
         raise ServerStartError(
             f"run {Path(command[0]).name}: ended with {made.returncode}; said:\n{made.stderr[-2048:]}"

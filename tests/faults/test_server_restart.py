@@ -86,9 +86,9 @@ class Scene:
 
         def follow() -> None:
             try:
-                assert point.reached.wait(60)
+                assert point.reached.wait(240)
                 self.server.process.kill()
-                assert self.failed.wait(60)
+                assert self.failed.wait(240)
                 self.restart()
             except BaseException as error:
                 errors.append(error)
@@ -99,7 +99,8 @@ class Scene:
         try:
             yield
         finally:
-            thread.join(120)
+            thread.join(300)
+        assert not thread.is_alive()
         assert errors == []
 
 
