@@ -15,6 +15,7 @@ Flow::
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import pickle
 import threading
@@ -459,7 +460,13 @@ def _visit_location(location: bytes) -> None:
 def run_child(context: BaseContext, work: Callable[..., None], argument: object) -> None:
     """Run a function in a process of its own, which fails when the function does, or after two minutes."""
     process = context.Process(target=work, args=(argument,))  # type: ignore[attr-defined] # every context has it
-    process.start()
+    collects = gc.isenabled()
+    gc.disable()  # a forked child has it so too: what other threads were at is not for it to finalize
+    try:
+        process.start()
+    finally:
+        if collects:
+            gc.enable()
     process.join(_DEADLINE_SECONDS)
     if process.exitcode is None:
         process.kill()

@@ -317,9 +317,12 @@ class ScriptedS3Server:
             exchange.body = plain_body(exchange, raw, self.dialect.trailers)
         except (SignatureError, S3Error) as error:
             return self._stamped(error_response(exchange, error.status, error.code, str(error)))
-        response = fault.action.before_effect(exchange, fault)
-        if response is None:
-            response = fault.action.after_effect(exchange, fault, self._service.serve(exchange))
+        try:
+            response = fault.action.before_effect(exchange, fault)
+            if response is None:
+                response = fault.action.after_effect(exchange, fault, self._service.serve(exchange))
+        except S3Error as error:  # what the hook looked for is gone: another request has ended the upload
+            response = error_response(exchange, error.status, error.code, str(error), error.headers)
         return self._stamped(response)
 
     def _stamped(self, response: Response) -> Response:

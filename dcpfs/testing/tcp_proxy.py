@@ -38,6 +38,7 @@ _CARRY_BYTES = 4096
 """What is searched for may be split over two reads."""
 _BACKLOG = 256
 _FILLERS = 4
+_FILL_SECONDS = 60.0
 _TRIES = 16
 
 
@@ -140,12 +141,13 @@ class TcpProxy:
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition(self._lock)
         self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
         self._wake, self._woken = socket.socketpair()
 
     def __enter__(self) -> Self:
         self._listener = _listen_on_a_port_of_its_own()
         self._listener.setblocking(False)
-        self._start(self._accept)
+        self._acceptor = self._start(self._accept)
         return self
 
     def __exit__(
@@ -154,6 +156,8 @@ class TcpProxy:
         self._stopping.set()
         self._whole.set()
         self._poke()
+        if self._acceptor is not None:
+            self._acceptor.join(10)  # then there are no more of the rest
         with self._lock:
             links, threads = list(self._links.values()), list(self._threads)
         for link in links:
@@ -241,6 +245,7 @@ class TcpProxy:
                 filler.connect_ex(self._listener.getsockname())
                 self._fillers.append(filler)
                 self._filler_ports.add(filler.getsockname()[1])
+            _await_readable(self._listener)  # one waits to be accepted: there is no room for another
         self._poke()
 
     def _mend(self) -> None:
@@ -259,19 +264,22 @@ class TcpProxy:
 
     # -- relaying
 
-    def _start(self, work: Callable[[], None]) -> None:
+    def _start(self, work: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=work, name="tcp-proxy", daemon=True)
         with self._lock:
             self._threads = [one for one in self._threads if one.is_alive()] + [thread]
             thread.start()
+        return thread
 
     def _accept(self) -> None:
         while not self._stopping.is_set():
             with self._lock:
                 listens = self._cut not in (Cut.REFUSED, Cut.UNREACHABLE)
-            watched = [self._woken, self._listener] if listens and self._listener else [self._woken]
-            ready, _, _ = select.select(watched, [], [])
-            if self._woken in ready:
+            poll = select.poll()
+            poll.register(self._woken, select.POLLIN)
+            if listens and self._listener:
+                poll.register(self._listener, select.POLLIN)
+            if self._woken.fileno() in dict(poll.poll()):
                 self._woken.recv(4096)
                 continue
             self._welcome()
@@ -418,6 +426,13 @@ def _listen_on_a_port_of_its_own() -> socket.socket:
         with contextlib.suppress(OSError):  # someone else took it in between
             return socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
     raise OSError("no free port on 127.0.0.1 stayed free")
+
+
+def _await_readable(listener: socket.socket) -> None:
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    if not poll.poll(_FILL_SECONDS * 1000):
+        raise TimeoutError("the listener's queue is not full")
 
 
 def _reset(connected: socket.socket) -> None:
