@@ -39,6 +39,11 @@ from dcpfs.testing.servers import SeaweedServer
 from tests.conformance.step_scene import FOREIGN_KEYS, Scene, TurningStore, foreign_files
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What dcpfs itself has logged; threads of other libraries may log at any time."""
+    return [record.getMessage() for record in caplog.records if record.name.partition(".")[0] == "dcpfs"]
+
+
 def chosen(scene: Scene) -> int | None:
     status = choose_step(scene.store).status
     return None if status is None else status.iteration
@@ -123,7 +128,7 @@ def test_a_pointer_that_names_no_step_is_a_warning(local: Scene, text: str, capl
     local.put(LATEST_NAME, text)
     assert read_latest(local.store) is None
     assert LATEST_NAME in caplog.text
-    assert len(caplog.text) < 1000
+    assert len("\n".join(said(caplog))) < 1000
     assert chosen(local) is None
     local.commit(3, latest=False)
     caplog.clear()
@@ -136,7 +141,7 @@ def test_a_pointer_that_names_no_step_is_a_warning(local: Scene, text: str, capl
     local.name_latest(3)
     caplog.clear()
     assert chosen(local) == 3
-    assert not caplog.records
+    assert not said(caplog)
 
 
 @pytest.mark.parametrize("text", ["", "iter_", "\x00\x00"])
@@ -154,7 +159,7 @@ def test_a_pointer_that_was_cut_off_is_a_sign_that_something_was_saved(local: Sc
 def test_a_load_step_that_is_left_in_the_settings_is_said(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     scene.commit(10)
     assert choose_step(scene.store, load_step=10).status is not None
-    assert not caplog.records
+    assert not said(caplog)
     scene.commit(20)
     assert choose_step(scene.store, load_step=10).status is not None
     assert f"load_step is 10, so that is loaded, although {LATEST_NAME} names iter_000000020" in caplog.text
