@@ -12,14 +12,8 @@ from dcpfs.dcp.joint_save import begin_joint_save, find_world_size
 from dcpfs.format.index import RankSave
 
 
-@pytest.fixture(autouse=True)
-def _no_group_is_left_over() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.fixture
-def group(_no_group_is_left_over: None) -> Iterator[None]:
+def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=c10d.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
