@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing.connection
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -58,7 +59,7 @@ __all__ = [
     "settle",
     "sharding_of",
     "stream_transforms",
-    "waits_for_batch",
+    "waits_for_worker",
     "wrapped_child",
 ]
 
@@ -76,23 +77,49 @@ def named_process_group(name: str) -> Iterator[None]:
         distributed_c10d._hash_ranks_to_str = derive
 
 
-def intercept_worker_check(guard: Callable[[Callable[[], None]], None]) -> bool:
-    """Have ``guard`` called with torch's own check where its handler of SIGCHLD looks for dead workers of dataloaders.
+def intercept_worker_check(
+    guard: Callable[[Callable[[], None]], None],
+    started: Callable[[int, tuple[int, ...]], None],
+    stopped: Callable[[int], None],
+) -> bool:
+    """Stand between torch's handler of SIGCHLD and what it asks about workers of dataloaders.
+
+    Args:
+        guard: Called instead of torch's own check, with it. That raises for one loader whose worker has died, and then
+            no more for that loader.
+        started: Told the id of a loader's iterator and its workers' process ids, before torch is.
+        stopped: Told the id of one whose workers nobody has an interest in any more, after torch was.
 
     Returns:
         Whether torch has such a check.
     """
-    check = getattr(signal_handling, "_error_if_any_worker_fails", None)
-    if check is None:
+    names = ("_error_if_any_worker_fails", "_set_worker_pids", "_remove_worker_pids")
+    if not all(hasattr(signal_handling, name) for name in names):
         return False
-    signal_handling._error_if_any_worker_fails = functools.partial(guard, check)  # type: ignore[attr-defined]
+    check, add, remove = (getattr(signal_handling, name) for name in names)
+
+    def add_and_tell(loader: int, pids: tuple[int, ...]) -> None:
+        started(loader, pids)
+        add(loader, pids)
+
+    def remove_and_tell(loader: int) -> None:
+        remove(loader)
+        stopped(loader)
+
+    for name, value in zip(names, (functools.partial(guard, check), add_and_tell, remove_and_tell), strict=True):
+        setattr(signal_handling, name, value)
     return True
 
 
-def waits_for_batch(frame: FrameType | None) -> bool:
-    """Whether what runs there was called by a loader that gets a batch from its workers, torch's or torchdata's."""
+def waits_for_worker(frame: FrameType | None) -> bool:
+    """Whether what runs there was called by a wait for a dataloader's workers, torch's or the user's own.
+
+    The former is known by the method that torch's and torchdata's loaders have; the latter by the module that pipes and
+    queues of processes wait in, which dcpfs doesn't use.
+    """
     while frame is not None:
-        if frame.f_code.co_name == "_try_get_data":
+        code = frame.f_code
+        if code.co_name == "_try_get_data" or code.co_filename == multiprocessing.connection.__file__:
             return True
         frame = frame.f_back
     return False

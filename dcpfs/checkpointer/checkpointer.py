@@ -103,6 +103,7 @@ class DistributedCheckpointer:
 
     KEYS_TO_SAVE = KEYS
 
+    @undisturbed_by_workers()
     def __init__(
         self,
         config: CheckpointConfig,
@@ -126,7 +127,6 @@ class DistributedCheckpointer:
             raise
         self._reshard: WorldSizePolicy | ReshardHook = reshard_dataloader or config.on_world_size_change
 
-    @undisturbed_by_workers()
     def _open(
         self,
         config: CheckpointConfig,
@@ -193,6 +193,7 @@ class DistributedCheckpointer:
 
     # --- loading
 
+    @undisturbed_by_workers()
     def keys_to_resume_during_load(self) -> tuple[tuple[str, ...], str | None]:
         """What `load` would load: the keys, and the redacted URL of the step, or None from scratch. Collective.
 
