@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,22 +27,25 @@ def held(pid: int) -> dict[str, int]:
         "threads": int(status["Threads"]),
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "shared mappings": Path(f"/proc/{pid}/maps").read_text().count("dcpfs-staging"),
-        "names in /dev/shm": len(os.listdir("/dev/shm")),
+        "names in /dev/shm": sum(name.startswith("dcpfs-") for name in os.listdir("/dev/shm")),
     }
 
 
-def assert_flat(before: dict[str, int], after: dict[str, int]) -> None:
-    assert after.pop("resident") - before.pop("resident") < 24 * MB  # one state a save would be 376
-    assert after.pop("threads") <= before.pop("threads") + 1  # that of the last save may be about to end
-    assert after.pop("names in /dev/shm") <= before.pop("names in /dev/shm") + 1  # others use it as well
-    assert after == before
+def assert_flat(pid: int, before: dict[str, int]) -> None:
+    """It holds no more than before, at the latest a while after the last save: a thread may be about to end."""
+    most = {**before, "resident": before["resident"] + 128 * MB}  # one state a save would be 376
+    deadline_seconds = time.monotonic() + 10
+    while more := {name: (count, most[name]) for name, count in held(pid).items() if count > most[name]}:
+        assert time.monotonic() < deadline_seconds, more
+        time.sleep(0.05)
 
 
 @pytest.fixture
 def few_descriptors() -> Iterator[None]:
-    """What `ulimit -n 256` sets, here and for processes started from here."""
+    """What `ulimit -n 256` sets, or some more than there are here, for this process and those started from here."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(256, highest + 128), hard))
     try:
         yield
     finally:
@@ -73,7 +77,7 @@ def test_cases_46_52_62_68_ten_thousand_tensors_and_fifty_saves(tmp_path: Path, 
                 before = [held(pid) for pid in pids]
         checkpointer.wait()
         for pid, earlier in zip(pids, before, strict=True):
-            assert_flat(earlier, held(pid))
+            assert_flat(pid, earlier)
         assert checkpointer.steps() == [53]
     stored = job.read_step(tmp_path / "run", 53)
     assert all(tensor.eq(53).all() for name, tensor in stored.items() if name != "number")
