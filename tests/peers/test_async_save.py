@@ -77,7 +77,7 @@ class _HeldWriter(dcpfs.FsspecStorageWriter):
         self.go = threading.Event()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        assert self.go.wait(60)
+        assert self.go.wait(180)
         self.go.clear()
         return super().write_data(plan, planner)
 
@@ -117,10 +117,10 @@ def test_case_16_55_three_saves_with_one_writer_and_one_stager_hold_the_values_o
             planner=planner() if planner is not None else None,
         )
         if isinstance(response, AsyncSaveResponse):
-            response.staging_completion.result(60)
+            response.staging_completion.result(180)
         _train(state)  # while the writer has not written a byte
         writer.go.set()
-        _upload(response).result(60)
+        _upload(response).result(180)
     for url, kept in expected.items():
         template = template_of(kept)
         assert isinstance(template, dict)
@@ -142,7 +142,7 @@ def test_case_76_async_saves_to_s3_keep_the_options(s3_prefix: Location) -> None
         expected[location.url] = _kept(state)
         future = _upload(async_save(state, checkpoint_id=location.url, storage_writer=writer))
         _train(state)
-        future.result(60)
+        future.result(180)
     for url, kept in expected.items():
         template = template_of(kept)
         assert isinstance(template, dict)
@@ -152,12 +152,12 @@ def test_case_76_async_saves_to_s3_keep_the_options(s3_prefix: Location) -> None
 
 def test_a_failed_async_save_raises_and_the_writer_goes_on(tmp_path: Path) -> None:
     writer = dcpfs.FsspecStorageWriter(str(tmp_path / "c"))
-    _upload(async_save({"w": torch.ones(3)}, storage_writer=writer)).result(60)
+    _upload(async_save({"w": torch.ones(3)}, storage_writer=writer)).result(180)
     failing = _upload(async_save({"w": torch.zeros(3)}, storage_writer=writer))
     with pytest.raises(CheckpointException, match="CheckpointExistsError"):
-        failing.result(60)
+        failing.result(180)
     assert_same(dcpfs.read(tmp_path / "c"), {"w": torch.ones(3)})
-    _upload(async_save({"w": torch.zeros(3)}, storage_writer=writer, checkpoint_id=str(tmp_path / "d"))).result(60)
+    _upload(async_save({"w": torch.zeros(3)}, storage_writer=writer, checkpoint_id=str(tmp_path / "d"))).result(180)
     assert_same(dcpfs.read(tmp_path / "d"), {"w": torch.zeros(3)})
 
 
