@@ -22,7 +22,6 @@ import enum
 import os
 import queue
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -46,6 +45,7 @@ from dcpfs.testing.http_exchange import Response
 from dcpfs.testing.s3_exchange import DroppedError, Exchange, S3Request
 from dcpfs.testing.s3_faults import Action, Fault
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
+from tests.faults.processes import has_ended
 from tests.faults.storm_ranks import KEEP_LAST, Order, columns_of, gate_of
 
 if TYPE_CHECKING:
@@ -381,7 +381,7 @@ class ForkedRanks:
                         os.kill(pid, signal.SIGKILL)
                 raise
             for end in ends:
-                assert select.select([end], [], [], SOON_SECONDS)[0], f"a background process is left: {report}"
+                assert has_ended(end, SOON_SECONDS), f"a background process is left: {report}"
 
     def _hear(self, stdout: Any) -> None:
         for line in stdout:
@@ -448,14 +448,15 @@ class _Ambush(Action):
             self._left -= 1
             if self._left >= 0:
                 return None
-            victims = self._choose(hit)
-            if not victims:
-                return None
-            report.request = f"{request.operation} {name} of rank {asks}"
-            report.struck.update(victims)
-            report.struck_at = time.monotonic()
-            _strike(victims, hit.signal)
-        if not hit.applied and {report.ranks[asks], report.savers[asks]} & victims:
+            with contextlib.ExitStack() as stack:
+                victims = _descriptors(self._choose(hit), stack)
+                if not victims:
+                    return None
+                report.request = f"{request.operation} {name} of rank {asks}"
+                report.struck.update(victims)
+                report.struck_at = time.monotonic()
+                _strike(victims, hit.signal)
+        if not hit.applied and {report.ranks[asks], report.savers[asks]} & victims.keys():
             raise DroppedError
         return None
 
@@ -475,23 +476,35 @@ def _any(operation: str, name: str, rank: int) -> bool:
     return True
 
 
-def _strike(pids: set[int], number: signal.Signals) -> None:
-    """Send a signal, and wait until it has done its work."""
-    descriptors = {pid: os.pidfd_open(pid) for pid in pids}
+def _descriptors(pids: set[int], stack: contextlib.ExitStack) -> dict[int, int]:
+    """Descriptors of those that are there still, until the stack is closed."""
+    found = {}
     for pid in pids:
-        os.kill(pid, number)
-    for pid, descriptor in descriptors.items():
+        with contextlib.suppress(ProcessLookupError):
+            found[pid] = os.pidfd_open(pid)
+            stack.callback(os.close, found[pid])
+    return found
+
+
+def _strike(victims: Mapping[int, int], number: signal.Signals) -> None:
+    """Send a signal to processes, by their descriptors, and wait until it has done its work."""
+    for descriptor in victims.values():
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            signal.pidfd_send_signal(descriptor, number)
+    for pid, descriptor in victims.items():
         if number == signal.SIGKILL:
-            assert select.select([descriptor], [], [], SOON_SECONDS)[0]
+            assert has_ended(descriptor, SOON_SECONDS)
         elif number == signal.SIGSTOP:
             _wait_until(lambda pid=pid: _is_stopped(pid))  # type: ignore[misc]
-        os.close(descriptor)
 
 
 def _is_stopped(pid: int) -> bool:
     """Whether all threads of a process are."""
     tasks = Path(f"/proc/{pid}/task")
-    return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir())
+    try:
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir())
+    except (FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+        return False
 
 
 def _wait_until(holds: Callable[[], bool]) -> None:

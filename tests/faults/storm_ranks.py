@@ -68,7 +68,7 @@ class Order:
         options: Storage options of each rank.
         mode: Who saves.
         saves: How many steps each rank saves.
-        timeout_seconds: Of an exchange of the checkpointer.
+        timeout_seconds: Of an exchange of the checkpointer; that of the ranks' own group is a minute at least.
         networks: Network namespace of each rank; none: that of the test.
         addresses: Of the ranks in these, which are machines of their own by that name.
         halts: Of a rank: how the name of the object ends before whose first change it, or its background process,
@@ -188,7 +188,7 @@ def _run_rank(order: Order, rank: int) -> None:
         init_method=f"file://{order.folder}/{order.name}",
         rank=rank,
         world_size=order.world_size,
-        timeout=timedelta(seconds=order.timeout_seconds),
+        timeout=timedelta(seconds=max(60.0, order.timeout_seconds)),  # ranks that are slow to start meet too
     )
     state = _make_state(rank, order.world_size, order.columns)
     config = dcpfs.CheckpointConfig.model_validate(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from dcpfs.checkpointer.choices import RngPolicy
 from dcpfs.testing.s3_exchange import Exchange, S3Request
 from dcpfs.testing.s3_faults import Action, Fault
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
+from tests.faults.processes import has_ended
 from tests.multiprocess import background_job as job
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ class Ambush(Action):
             descriptor = os.pidfd_open(pid)
             os.kill(pid, victim.signal)
             if victim.signal == signal.SIGKILL:
-                assert select.select([descriptor], [], [], 60)[0]
+                assert has_ended(descriptor, 60)
             os.close(descriptor)
 
 
@@ -169,7 +169,7 @@ def run(server: ScriptedS3Server, mode: str, victims: dict[str, Victim], gates: 
                 with open(gates / name, "wb"):
                     pass
         for end in ends:
-            assert select.select([end], [], [], 60)[0], "a background process outlives its trainer"
+            assert has_ended(end, 60), "a background process outlives its trainer"
             os.close(end)
     finally:
         script.kill()

@@ -13,12 +13,12 @@ import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from dcpfs.storage.local_store import LocalStore
 from dcpfs.storage.location import Location
+from tests.faults.processes import fork_child
 
 PROLOGUE = """
 import errno, os, resource, sys
@@ -129,10 +129,7 @@ def test_cases_30_31_killed_at_any_call_the_object_is_the_old_one_or_the_new_one
         store = LocalStore(Location(root))
         if old is not None:
             store.put("step/object", [old])
-        child = os.fork()
-        if child == 0:
-            _write_until_killed(store, verb, content, number)
-        status = os.waitpid(child, 0)[1]
+        status = fork_child(functools.partial(_write_until_killed, store, verb, content, number))
         found = store.get("step/object") if store.exists("step/object") else None
         assert found in (old, content), f"killed at call {number}"
         assert [info.path for info in store.list()] == ([] if found is None else ["step/object"])
@@ -147,7 +144,7 @@ def test_cases_30_31_killed_at_any_call_the_object_is_the_old_one_or_the_new_one
     assert seen == {old, content}
 
 
-def _write_until_killed(store: LocalStore, verb: str, content: bytes, kill_at: int) -> NoReturn:
+def _write_until_killed(store: LocalStore, verb: str, content: bytes, kill_at: int) -> None:
     """In a child: every call is two points, before and after it takes effect."""
     points = itertools.count()
 
@@ -159,19 +156,15 @@ def _write_until_killed(store: LocalStore, verb: str, content: bytes, kill_at: i
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    try:
-        for name in MUTATING:
-            setattr(os, name, functools.partial(die_at, getattr(os, name)))
-        if verb == "sink":
-            sink = store.open_sink("step/object", len(content))
-            for part in sink.parts():
-                sink.write_part(part, [memoryview(content)[part.start : part.stop]])
-            sink.commit()
-        else:
-            store.put("step/object", [content], if_absent=verb != "put")
-    except BaseException:
-        os._exit(1)
-    os._exit(0)
+    for name in MUTATING:
+        setattr(os, name, functools.partial(die_at, getattr(os, name)))
+    if verb == "sink":
+        sink = store.open_sink("step/object", len(content))
+        for part in sink.parts():
+            sink.write_part(part, [memoryview(content)[part.start : part.stop]])
+        sink.commit()
+    else:
+        store.put("step/object", [content], if_absent=verb != "put")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "files"])

@@ -37,6 +37,8 @@ RETRY = RetryConfig(
     read_timeout_seconds=0.5,
 )
 GIVES_UP = RETRY.model_copy(update={"attempts": 3})
+GIVES_UP_LATE = RETRY.model_copy(update={"attempts": 3, "read_timeout_seconds": 2.0})
+"""Where a save before the cut and one after it have to succeed, also on a machine that is busy."""
 TRANSFER = TransferConfig(part_bytes=5 * MIB, concurrency=4, read_bytes=4 * MIB)
 FAILURES = 3
 """So many failed attempts the client makes before the network is whole again."""
@@ -116,13 +118,18 @@ def scene(module_scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     def wait(_: float) -> None:
         """What the retry policy does between two attempts."""
         module_scene.failures.append(0.0)
-        if len(module_scene.failures) == FAILURES:
+        if len(module_scene.failures) >= FAILURES:
             module_scene.proxy.mend()
 
     monkeypatch.setattr(s3_store, "RetryPolicy", functools.partial(RetryPolicy, sleep=wait))
     yield module_scene
     module_scene.proxy.mend()
     assert module_scene.server.secret_key not in caplog.text
+
+
+def never_mends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the client fails, it is for others to mend the network."""
+    monkeypatch.setattr(s3_store, "RetryPolicy", RetryPolicy)
 
 
 def upload_starts(cut: Cut, scene: Scene) -> CutPoint:
@@ -167,7 +174,7 @@ def test_case_82_a_save_gets_over_a_cut_that_is_mended(scene: Scene, cut: Cut, p
     assert len(scene.failures) >= FAILURES
     assert not any(upload.parts for upload in scene.server.open_uploads())
     # Requests that were held back arrive in the end: S3 keeps an empty upload for each that was not confirmed.
-    assert scene.server.operations().count("CreateMultipartUpload") <= 1 + FAILURES
+    assert scene.server.operations().count("CreateMultipartUpload") <= 1 + len(scene.failures)
     assert scene.load() == 3
 
 
@@ -186,7 +193,7 @@ def test_case_82_a_load_gets_over_a_cut_that_is_mended(scene: Scene, cut: Cut, p
 def test_cases_31_90_a_save_whose_network_stays_cut_fails_in_words_and_leaves_nothing_to_load(
     scene: Scene, cut: Cut, place: Place, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_store, "RetryPolicy", RetryPolicy)  # nobody mends it
+    never_mends(monkeypatch)
     place(cut, scene)
     with pytest.raises(StorageError) as caught:
         scene.save(5, GIVES_UP)
@@ -223,7 +230,7 @@ def test_a_load_whose_network_stays_cut_fails_in_words(
     scene: Scene, cut: Cut, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene.save(7)
-    monkeypatch.setattr(s3_store, "RetryPolicy", RetryPolicy)
+    never_mends(monkeypatch)
     data_is_half_read(cut, scene)
     with pytest.raises(StorageError) as caught:
         scene.load(GIVES_UP)
@@ -267,7 +274,10 @@ def save_step(checkpointer: dcpfs.DistributedCheckpointer, step: int) -> None:
     checkpointer.save_state(step, {"model": Large(step), "optim": Part(step * 10)})
 
 
-def test_case_82_a_step_gets_over_cuts_that_are_mended_in_every_mode(scene: Scene, mode: str) -> None:
+def test_case_82_a_step_gets_over_cuts_that_are_mended_in_every_mode(
+    scene: Scene, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_mends(monkeypatch)
     with dcpfs.DistributedCheckpointer(scene.config(mode)) as checkpointer:
         save_step(checkpointer, 1)
         checkpointer.wait()
@@ -283,15 +293,15 @@ def test_case_82_a_step_gets_over_cuts_that_are_mended_in_every_mode(scene: Scen
     # An upload whose start was not confirmed stays, empty: nobody knows its name. Those are of the first two cuts.
     left = scene.server.open_uploads()
     assert not any(upload.parts for upload in left)
-    assert {upload.key for upload in left} == {f"run/steps/{step_name(step)}/model/__0_0.distcp" for step in (2, 3)}
+    assert {upload.key for upload in left} <= {f"run/steps/{step_name(step)}/model/__0_0.distcp" for step in (2, 3)}
 
 
 @pytest.mark.parametrize("where", ["part", "marker"])
 def test_cases_30_48_a_step_whose_network_stays_cut_fails_in_words_in_every_mode(
     scene: Scene, mode: str, where: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_store, "RetryPolicy", RetryPolicy)
-    with dcpfs.DistributedCheckpointer(scene.config(mode, GIVES_UP)) as checkpointer:
+    never_mends(monkeypatch)
+    with dcpfs.DistributedCheckpointer(scene.config(mode, GIVES_UP_LATE)) as checkpointer:
         save_step(checkpointer, 1)
         checkpointer.wait()
         point = scene.proxy.cut_at(Cut.SILENT, pattern=COMMIT_POINTS[where])
@@ -323,8 +333,9 @@ def test_a_store_that_is_cut_off_while_the_checkpointer_rests_is_found_again(sce
             assert scene.resumed() == step
 
 
-def test_a_cut_hits_all_connections_of_two_saves_at_once(scene: Scene) -> None:
+def test_a_cut_hits_all_connections_of_two_saves_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts of all threads fail together, and all come back."""
+    never_mends(monkeypatch)
     threads: list[threading.Thread] = []
     errors: list[BaseException] = []
 
@@ -340,7 +351,8 @@ def test_a_cut_hits_all_connections_of_two_saves_at_once(scene: Scene) -> None:
         threads.append(threading.Thread(target=work, args=(seed,)))
         threads[-1].start()
     for thread in threads:
-        thread.join(120)
+        thread.join(240)
+    assert not any(thread.is_alive() for thread in threads)
     assert errors == []
     assert point.reached.is_set()
     for seed in range(2):

@@ -25,6 +25,8 @@ from tests.faults.storm_ranks import Order
 
 THREAD, PROCESS = "async", "async_with_pinned_mem"
 TIMEOUT_SECONDS = 6.0
+PROCESS_TIMEOUT_SECONDS = 20.0
+"""Within it the background processes of all ranks start, and meet."""
 LATE_SECONDS = 24.0
 """What a busy machine may add."""
 
@@ -59,7 +61,11 @@ def check_raised(report: Report, since: float, ranks: Iterable[int]) -> None:
         assert f"rank {rank} can't reach the other ranks any more" in " ".join(report.words(rank, "failed")[0])
     for rank in ranks:
         first_at = next(at for at, words in report.said[rank] if words[0] == "failed")
-        assert first_at - since < TIMEOUT_SECONDS + LATE_SECONDS
+        assert first_at - since < report.order.timeout_seconds + LATE_SECONDS
+
+
+def timeout_of(mode: str) -> float:
+    return PROCESS_TIMEOUT_SECONDS if mode == PROCESS else TIMEOUT_SECONDS
 
 
 def wake(report: Report) -> None:
@@ -87,7 +93,7 @@ def test_cases_49_60_101_a_rank_that_is_stopped_is_given_up_and_does_not_publish
     storm = Storm(scripted_s3, forked_ranks, tmp_path, world_size=3, mode=mode)
     back = Return({rank}, wake)
     hit = Hit(Victims.MACHINE, rank, matches=writes_data(rank, 2), signal=signal.SIGSTOP)
-    report = storm.run(hit, timeout_seconds=TIMEOUT_SECONDS, on_line=back)
+    report = storm.run(hit, timeout_seconds=timeout_of(mode), on_line=back)
     assert back.happened_at
     report.check()
     check_raised(report, report.struck_at, {0, 1, 2} - {rank})
@@ -202,7 +208,7 @@ def test_cases_49_60_a_rank_whose_network_is_cut_is_given_up_and_does_not_publis
         place.url,
         [{}] * 3,
         mode,
-        timeout_seconds=TIMEOUT_SECONDS,
+        timeout_seconds=timeout_of(mode),
         networks=networks.names,
         addresses=networks.addresses if mode == PROCESS else [],
         halts={str(rank): f"{step_name(2)}/model/__{rank}_0.distcp"},

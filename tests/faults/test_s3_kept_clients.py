@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 import pytest
 
 from dcpfs.errors import PermissionDeniedError
 from dcpfs.testing.s3_faults import denied
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
+from tests.faults.processes import fork_child
 from tests.faults.s3_scene import PREFIX, SMALL, open_store, write_large
 
 
@@ -49,19 +49,14 @@ def test_case_80_a_forked_process_works_with_an_open_store_and_with_a_new_one(sc
         store.put("x", [SMALL])
     with contextlib.closing(open_store(scripted_s3)) as store:
         store.get("x")
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                write_large(store, "from the child")
-                with contextlib.closing(open_store(scripted_s3)) as another:
-                    another.put("y", [another.get("x")])
-                store.close()
-                status = 0
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        assert status == 0
+
+        def work() -> None:
+            write_large(store, "from the child")
+            with contextlib.closing(open_store(scripted_s3)) as another:
+                another.put("y", [another.get("x")])
+            store.close()
+
+        assert fork_child(work) == 0
         assert store.get("y") == SMALL
         assert store.head("from the child").size_bytes
     assert scripted_s3.open_uploads() == []
