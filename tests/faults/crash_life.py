@@ -48,7 +48,8 @@ PARTS = TransferConfig(part_bytes=64 << 10, concurrency=1, local_concurrency=1, 
 """One request after the other, so that the n-th is always the same."""
 SMALL_VALUES, LARGE_VALUES = 20_000, 1_600_000
 """Of the largest tensor. The large one, 6.4 MB, goes to S3 in two parts: it takes none below 5 MiB."""
-ONCE = RetryConfig(attempts=1)
+RETRY = RetryConfig(attempts=5)
+"""A busy server is asked again. What fails as planned fails above the store, which tries nothing of that twice."""
 FOLDER = "DCPFS_TESTS_CRASH_PLANS"
 
 # --- the plan
@@ -213,7 +214,7 @@ class Life:
             rng=RngPolicy.NONE,
             keep_last=2,
             transfer=PARTS,
-            retry=ONCE,
+            retry=RETRY,
         )
         self._states = states_of(0, values)
         self._checkpointer = dcpfs.DistributedCheckpointer(self._config)
@@ -330,7 +331,7 @@ class Life:
 @contextlib.contextmanager
 def opened(place: Location) -> Iterator[Store]:
     """The store at a place."""
-    store = open_store(place, transfer=PARTS, retry=ONCE)
+    store = open_store(place, transfer=PARTS, retry=RETRY)
     try:
         yield store
     finally:

@@ -49,7 +49,7 @@ class Script:
 
     def finish(self) -> tuple[int, str, str]:
         """Exit code, output, errors; its children are gone too, since they hold the ends of these pipes."""
-        output, errors = self.process.communicate(timeout=120)
+        output, errors = self.process.communicate(timeout=280)
         return self.process.returncode, output, errors
 
 

@@ -44,7 +44,8 @@ from tests.multiprocess.gloo import run_ranks, try_ranks
 
 PARTS = TransferConfig(part_bytes=64 << 10, concurrency=1, local_concurrency=1, durability=Durability.PAGE_CACHE)
 """One request after the other, so that the n-th is always the same."""
-ONCE = RetryConfig(attempts=1)
+RETRY = RetryConfig(attempts=5)
+"""A busy server is asked again. What fails as planned fails above the store, which tries nothing of that twice."""
 STEP, OLDER = 5, 4
 
 
@@ -75,7 +76,7 @@ def save(
     """Save a step on this rank, through a store that `store_of` wraps around the real one."""
 
     def open_wrapped(location: Location, **_: object) -> Store:
-        store = open_store(location, transfer=PARTS, retry=ONCE)
+        store = open_store(location, transfer=PARTS, retry=RETRY)
         return store if store_of is None else store_of(store)
 
     step = plan_step(
@@ -84,7 +85,7 @@ def save(
         rank_files={f"dataloader/rank_{ranks.rank}.pkl": rank_file(version, ranks.rank)},
         world_size=ranks.world_size,
     )
-    context = SaveContext(place, ranks, transfer=PARTS, retry=ONCE)
+    context = SaveContext(place, ranks, transfer=PARTS, retry=RETRY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(save_step_module, "open_store", open_wrapped)
         save_step(step, context, phases=Phases(rank=ranks.rank))
@@ -159,7 +160,7 @@ def copy(content: Mapping[str, bytes], place: Location) -> None:
 
 @contextlib.contextmanager
 def opened(place: Location) -> Iterator[Store]:
-    store = open_store(place, transfer=PARTS, retry=ONCE)
+    store = open_store(place, transfer=PARTS, retry=RETRY)
     try:
         yield store
     finally:
@@ -336,7 +337,7 @@ def test_case_2_whoever_reads_while_the_step_is_overwritten_gets_one_whole_step_
                     status = choose_step(store).status
                 assert status is not None
                 where = place.join(step_name(status.iteration or 0))
-                load_step(parts, where, keys=tuple(parts), manifest=status.manifest, transfer=PARTS, retry=ONCE)
+                load_step(parts, where, keys=tuple(parts), manifest=status.manifest, transfer=PARTS, retry=RETRY)
             except DcpfsError:
                 continue  # half of the parts may be changed by now; the error says so
         version = parts["trainer"]["iteration"]

@@ -24,7 +24,7 @@ THREAD, PROCESS = "async", "async_with_pinned_mem"
 WORLD_SIZE = 3
 SILENCE_SECONDS = 2.0
 RETRY: dict[str, Any] = {
-    "attempts": 3,
+    "attempts": 5,
     "initial_backoff_seconds": 0.01,
     "max_backoff_seconds": 0.02,
     "connect_timeout_seconds": SILENCE_SECONDS,
