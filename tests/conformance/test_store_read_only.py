@@ -20,18 +20,18 @@ from dcpfs.testing.servers_files import FileServer, HttpServer
 from dcpfs.testing.servers_system import NginxServer
 from tests.conformance.servers_here import started
 
-QUICK = RetryConfig(attempts=3, initial_backoff_seconds=0.001, max_backoff_seconds=0.001)
+RETRY = RetryConfig(attempts=6, initial_backoff_seconds=0.05, max_backoff_seconds=1.0)
 
 
 class _Filled(ReadOnlyConformance):
     @pytest.fixture
     def store(self, location: Location) -> Iterator[Store]:
-        store = open_store(location, retry=QUICK)
+        store = open_store(location, retry=RETRY)
         yield store
         store.close()
 
     def reopen(self, store: Store) -> Store:
-        return open_store(store.location, retry=QUICK)
+        return open_store(store.location, retry=RETRY)
 
 
 class _OnServer(_Filled):

@@ -26,13 +26,13 @@ from dcpfs.testing.tls import TlsAuthority
 
 MIB = 1 << 20
 PARTS = TransferConfig(part_bytes=5 * MIB)
-QUICK = RetryConfig(attempts=3, initial_backoff_seconds=0.001, max_backoff_seconds=0.001)
+RETRY = RetryConfig(attempts=6, initial_backoff_seconds=0.05, max_backoff_seconds=1.0)
 PLAIN = pattern(5000)
 LARGE = pattern(11 * MIB + 3)
 
 
 def opened(location: Location) -> S3Store:
-    return S3Store(location, transfer=PARTS, retry=QUICK)
+    return S3Store(location, transfer=PARTS, retry=RETRY)
 
 
 class _OnS3(StoreConformance):
