@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing.connection
+import multiprocessing.synchronize
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -114,15 +115,23 @@ def intercept_worker_check(
 def waits_for_worker(frame: FrameType | None) -> bool:
     """Whether what runs there was called by a wait for a dataloader's workers, torch's or the user's own.
 
-    The former is known by the method that torch's and torchdata's loaders have; the latter by the module that pipes and
-    queues of processes wait in, which dcpfs doesn't use.
+    The former is known by the method that torch's and torchdata's loaders have; the latter by the modules that pipes,
+    queues, events and barriers of processes wait in, which dcpfs doesn't use. A loader that ends its workers waits for
+    them too, but they owe it nothing any more.
     """
+    waits = False
     while frame is not None:
-        code = frame.f_code
-        if code.co_name == "_try_get_data" or code.co_filename == multiprocessing.connection.__file__:
+        name = frame.f_code.co_name
+        if name == "_try_get_data":
             return True
+        if name == "_shutdown_workers":
+            return False
+        waits = waits or any(frame.f_globals is vars(module) for module in _WAITING_MODULES)
         frame = frame.f_back
-    return False
+    return waits
+
+
+_WAITING_MODULES = (multiprocessing.connection, multiprocessing.synchronize)
 
 
 class EntryInfo(StorageInfo):

@@ -10,22 +10,24 @@ forgotten, unless their loader is given up: a thread looks each half second whet
 by now, or nobody holds them back any more, and sends SIGCHLD again. Without it a loader could wait for ever, for the
 rest of a message that its worker was writing, or go on without the worker's part of the data (``in_order=False``).
 Handlers stay as they are: it is the check that torch's looks up at each call that is replaced, so that it makes no
-difference who else handles SIGCHLD, in which order handlers come and go, or when the first loader was made.
+difference who else handles SIGCHLD, or in which order handlers come and go.
 
-A death whose SIGCHLD is handled before the signal that asks for the save is told as ever. Python handles signals that
-are there together by their numbers, and those that schedulers use (SIGTERM, SIGUSR1, SIGUSR2, SIGINT) come first.
+What is told as ever: a death whose SIGCHLD is handled before the signal that asks for the save (Python handles signals
+that are there together by their numbers, and those that schedulers use, SIGTERM, SIGUSR1, SIGUSR2 and SIGINT, come
+first); and one that the loader has seen itself may be told again after the save, as by torch alone, where the loop
+keeps the loader's iterator.
 """
 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 from dcpfs.torch_private import intercept_worker_check, waits_for_worker
@@ -74,7 +76,8 @@ class _Guard:
             self.errors.append(error)
         told = None
         if self.errors and not self.holds(sys._getframe()):
-            told = self.errors.pop(0)
+            with contextlib.suppress(IndexError):  # its loader was given up just now
+                told = self.errors.pop(0)
         if self.errors and self.reminder is None:
             self.reminder = object()
             try:
@@ -94,7 +97,8 @@ class _Guard:
         pids = self.loaders.pop(loader, ())
         for error in list(self.errors):  # in place: a signal may come in between
             if any(f"(pid {pid})" in str(error) for pid in pids):
-                self.errors.remove(error)
+                with contextlib.suppress(ValueError):  # told just now
+                    self.errors.remove(error)
 
     def _remind(self, own: object, main_thread: int) -> None:
         reminders = 0
@@ -118,7 +122,9 @@ def _error_of(check: Callable[[], None]) -> RuntimeError | None:
     try:
         check()
     except RuntimeError as error:
-        return error
+        # What was interrupted, and the exception that it may have been handling, is not to be kept alive.
+        error.__context__ = None
+        return error.with_traceback(None)
     return None
 
 
@@ -132,7 +138,7 @@ if intercept_worker_check(_guard.answer, _guard.started, _guard.stopped):
     os.register_at_fork(after_in_child=_guard.reset)
 
 
-@contextmanager
+@contextlib.contextmanager
 def undisturbed_by_workers() -> Iterator[None]:
     """Nothing is raised within because a worker died, but where a loader waits for it. Nests; any thread may use it."""
     if threading.current_thread() is not threading.main_thread():  # no signal handler raises here

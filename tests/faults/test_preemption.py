@@ -475,18 +475,70 @@ def test_nobody_is_told_of_the_workers_of_a_loader_that_was_given_up() -> None:
         assert [hear(process) for _ in range(4)] == ["2", "1", "0", "{}"]
 
 
-def test_a_state_that_its_workers_owe_is_not_waited_for_for_ever() -> None:
-    """As loaders do that ask their workers for it, without a limit of time."""
+def test_a_loader_that_ends_its_workers_hears_nothing_of_those_of_another() -> None:
+    """Validation ends while a save is wanted: it waits for its workers, whose deaths are what it asked for."""
     code = """
+    def main():
+        dcpfs.worker_deaths._REMIND_SECONDS = 1000
+        plain, other = iter(loader_of(1)), loader_of(2, worker_init_fn=shield_worker)
+        install_signal_handler(flag)
+        signal.raise_signal(signal.SIGTERM)
+        kill(plain._workers[0])
+        say(len([batch for batch in other]))
+        batches = iter(other)
+        next(batches)
+        del batches
+        say(len(dcpfs.worker_deaths._guard.errors))
+        try:
+            while True:
+                next(plain)
+        except (RuntimeError, OSError):
+            say("is told of its own")
+
+    main()
+    """
+    with running(LOADER + textwrap.dedent(code)) as process:
+        assert [hear(process) for _ in range(3)] == ["1000", "1", "is told of its own"]
+
+
+def test_what_was_interrupted_by_a_death_is_not_kept() -> None:
+    """Nor the loader: one that is dropped is given up."""
+    code = """
+    import weakref
+
+    def step():
+        values = torch.ones(10)
+        kept.append(weakref.ref(values))
+        batches = iter(loader_of(1))
+        try:
+            raise KeyError("handled")
+        except KeyError:
+            kill(batches._workers[0])
+        held.extend(dcpfs.worker_deaths._guard.errors)
+        say(len(held), held[0].__context__, held[0].__traceback__)
+
+    kept, held = [], []
+    with dcpfs.worker_deaths.undisturbed_by_workers():
+        step()
+        say(kept[0]() is None, dcpfs.worker_deaths._guard.errors, dcpfs.worker_deaths._guard.loaders)
+    """
+    with running(LOADER + textwrap.dedent(code)) as process:
+        assert [hear(process), hear(process)] == ["1 None None", "True [] {}"]
+
+
+@pytest.mark.parametrize("wait", ["Queue().get", "Event().wait"])
+def test_a_state_that_its_workers_owe_is_not_waited_for_for_ever(wait: str) -> None:
+    """As loaders do that ask their workers for it, without a limit of time."""
+    code = f"""
     class Asking:
         def __init__(self):
-            self.answers = torch.multiprocessing.Queue()
+            self.answer = torch.multiprocessing.{wait}
             self.batches = iter(loader_of(1))
             next(self.batches)
 
         def state_dict(self):
             kill(self.batches._workers[0])
-            return self.answers.get()
+            return self.answer()
 
         def load_state_dict(self, state):
             pass
