@@ -49,7 +49,7 @@ def test_a_dead_rank_is_reported() -> None:
 
 
 def test_a_hung_rank_is_killed_and_its_stack_shown() -> None:
-    outcomes = try_ranks(_hang_on_one, 2, timeout_seconds=30)
+    outcomes = try_ranks(_hang_on_one, 2, timeout_seconds=12)
     assert not outcomes[0].failed
     assert outcomes[1].error_type == "TimeoutError"
     assert "_hang_on_one" in outcomes[1].traceback_text
