@@ -41,7 +41,7 @@ demo: $(STAMP)
 	$(BIN)/dcpfs demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not nightly" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not nightly" $(PYTEST_ARGS)
 
 # Says which servers the tests did not find on this machine. With TESTS_REQUIRE=wheels or all, those tests fail.
 missing: $(STAMP)

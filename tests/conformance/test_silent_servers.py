@@ -57,8 +57,8 @@ IMPATIENT = RetryConfig(
 )
 IMPATIENT_WITH_SERVERS = RetryConfig(
     attempts=3,
-    deadline_seconds=6,
-    connect_timeout_seconds=4,
+    deadline_seconds=4,
+    connect_timeout_seconds=2,
     read_timeout_seconds=1,
     initial_backoff_seconds=0.001,
     max_backoff_seconds=0.001,
@@ -67,7 +67,7 @@ IMPATIENT_WITH_SERVERS = RetryConfig(
 PATIENT = RetryConfig(attempts=3, initial_backoff_seconds=0.001, max_backoff_seconds=0.001)
 SMALL_PARTS = TransferConfig(part_bytes=64 << 10)
 BOUND_SECONDS = 60.0
-"""Ten times the longer deadline."""
+"""Fifteen times the longer deadline."""
 
 OFTEN: tuple[type[LoopbackServer], ...] = (OpensshServer, SambaServer)
 SELDOM: tuple[type[LoopbackServer], ...] = (AzuriteServer, FtpServer, GcsServer, ParamikoSshServer, WebdavServer)
@@ -139,7 +139,7 @@ def test_every_call_ends_and_the_store_works_when_the_server_answers_again(relay
 
 
 def test_one_store_goes_on_after_a_silence(relay: SilentRelay, place: Location) -> None:
-    retry = IMPATIENT_WITH_SERVERS.model_copy(update={"deadline_seconds": 30.0, "attempts": 30})
+    retry = IMPATIENT_WITH_SERVERS.model_copy(update={"deadline_seconds": 20.0, "attempts": 30})
     with contextlib.closing(FsspecStore(place, retry=retry)) as store, ThreadPoolExecutor(2) as pool:
         store.put("object", [pattern(1000)])
         relay.fall_silent()

@@ -229,6 +229,7 @@ def data_connections_cut(after_bytes: int) -> Iterator[list[CutPoint]]:
 @pytest.mark.parametrize("kind", [FtpServer, RcloneFtpServer])
 def test_a_range_of_a_large_file_over_ftp_costs_a_range(kind: type[FileServer]) -> None:
     size, known = 96 << 20, {start: pattern(1000, start) for start in (0, 5 << 20, (96 << 20) - 1000)}
+    three_tries = RETRY.model_copy(update={"attempts": 3})
     with kind() as server:
         with server.data.joinpath("large").open("wb") as file:
             file.truncate(size)
@@ -237,8 +238,8 @@ def test_a_range_of_a_large_file_over_ftp_costs_a_range(kind: type[FileServer]) 
                 file.write(content)
         # What is in the buffers of sockets when the client hangs up has come as well: some MiB, not the file.
         with (
-            data_connections_cut(size * 2 // 3) as points,
-            contextlib.closing(open_store(Location(server.url(), server.storage_options), retry=RETRY)) as store,
+            data_connections_cut(size // 3) as points,
+            contextlib.closing(open_store(Location(server.url(), server.storage_options), retry=three_tries)) as store,
         ):
             for start, content in known.items():
                 assert read_range(store, "large", start, 10) == content[:10]
@@ -248,7 +249,7 @@ def test_a_range_of_a_large_file_over_ftp_costs_a_range(kind: type[FileServer]) 
             # The measure itself: who reads all of it is cut.
             with pytest.raises(StorageError):
                 store.get("large")
-            assert points[-1].reached.is_set()
+            assert any(point.reached.is_set() for point in points[2 * len(known) :])
 
 
 @pytest.mark.parametrize(("kind", "keeps"), [(SeaweedServer, True), (RcloneServer, False), (JuicefsServer, False)])
