@@ -140,7 +140,7 @@ if intercept_worker_check(_guard.answer, _guard.started, _guard.stopped):
 
 @contextlib.contextmanager
 def undisturbed_by_workers() -> Iterator[None]:
-    """Nothing is raised within because a worker died, but where a loader waits for it. Nests; any thread may use it."""
+    """Nothing is raised within because a worker died, but in a wait for one. Nests; any thread may use it."""
     if threading.current_thread() is not threading.main_thread():  # no signal handler raises here
         yield
         return

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from dcpfs.background import free_memory
 from dcpfs.storage.location import Location
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
 from dcpfs.testing.servers import RcloneServer, SeaweedServer
@@ -74,6 +75,12 @@ def scripted_s3() -> Iterator[ScriptedS3Server]:
 def tls_authority(tmp_path_factory: pytest.TempPathFactory) -> TlsAuthority:
     """Signs the certificate of every TLS server of the tests."""
     return TlsAuthority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture
+def _memory_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a machine has free says nothing of what is tested; a test of too little says how much there is."""
+    monkeypatch.setattr(free_memory, "available_bytes", lambda: None)
 
 
 @pytest.fixture

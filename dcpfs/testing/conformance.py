@@ -15,7 +15,6 @@ Flow::
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import pickle
 import threading
@@ -26,6 +25,7 @@ from multiprocessing.context import BaseContext
 from typing import ClassVar
 
 from dcpfs.errors import ConfigError, DcpfsError, ObjectExistsError, ObjectNotFoundError, TransferSizeError
+from dcpfs.format.collector import paused_collector
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Buffer, Sink, Store
@@ -460,13 +460,8 @@ def _visit_location(location: bytes) -> None:
 def run_child(context: BaseContext, work: Callable[..., None], argument: object) -> None:
     """Run a function in a process of its own, which fails when the function does, or after two minutes."""
     process = context.Process(target=work, args=(argument,))  # type: ignore[attr-defined] # every context has it
-    collects = gc.isenabled()
-    gc.disable()  # a forked child has it so too: what other threads were at is not for it to finalize
-    try:
+    with paused_collector():  # in a forked child too: what other threads were at is not for it to finalize
         process.start()
-    finally:
-        if collects:
-            gc.enable()
     process.join(_DEADLINE_SECONDS)
     if process.exitcode is None:
         process.kill()

@@ -18,15 +18,18 @@ from typing import TypeVar
 
 import pytest
 
+from dcpfs.config import RetryConfig
 from dcpfs.errors import MissingBackendError
 from dcpfs.testing.server_process import LoopbackServer
 from dcpfs.testing.servers_objects import AzuriteServer
 from dcpfs.testing.servers_system import NginxServer, OpensshServer, ParamikoSshServer, SambaServer
 
-__all__ = ["REQUIRED", "SHM", "in_memory", "is_required", "started"]
+__all__ = ["REQUIRED", "RETRY", "SHM", "in_memory", "is_required", "started"]
 
 REQUIRED = "TESTS_REQUIRE"
 SHM = Path("/dev/shm")
+RETRY = RetryConfig(attempts=6, initial_backoff_seconds=0.05, max_backoff_seconds=1.0)
+"""Of a store on a real server, which may be busy."""
 _WITHOUT_WHEEL: tuple[type[LoopbackServer], ...] = (AzuriteServer, NginxServer, OpensshServer, SambaServer)
 
 _Server = TypeVar("_Server", bound=LoopbackServer)

@@ -55,13 +55,8 @@ IMPATIENT = RetryConfig(
     initial_backoff_seconds=0.001,
     max_backoff_seconds=0.001,
 )
-IMPATIENT_WITH_SERVERS = RetryConfig(
-    attempts=3,
-    deadline_seconds=4,
-    connect_timeout_seconds=2,
-    read_timeout_seconds=1,
-    initial_backoff_seconds=0.001,
-    max_backoff_seconds=0.001,
+IMPATIENT_WITH_SERVERS = IMPATIENT.model_copy(
+    update={"deadline_seconds": 4.0, "connect_timeout_seconds": 2.0, "read_timeout_seconds": 1.0}
 )
 """Enough to log in to a real one, on a slow machine too."""
 PATIENT = RetryConfig(attempts=3, initial_backoff_seconds=0.001, max_backoff_seconds=0.001)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dcpfs.config import RetryConfig, TransferConfig
+from dcpfs.config import TransferConfig
 from dcpfs.errors import ObjectExistsError, StorageError
 from dcpfs.storage.filesystems import open_filesystem
 from dcpfs.storage.fsspec_store import FsspecStore
@@ -39,10 +39,9 @@ from dcpfs.testing.servers_obstore import ObstoreServer, obstore_installed
 from dcpfs.testing.servers_system import OpensshServer, ParamikoSshServer, SambaServer
 from dcpfs.testing.tcp_proxy import Cut, CutPoint, Direction, TcpProxy
 from tests.conformance.paramiko_alone import paramiko_alone
-from tests.conformance.servers_here import started
+from tests.conformance.servers_here import RETRY, started
 
 SMALL_PARTS = TransferConfig(part_bytes=64 << 10)
-RETRY = RetryConfig(attempts=6, initial_backoff_seconds=0.05, max_backoff_seconds=1.0)
 
 
 class _OnServer(StoreConformance):

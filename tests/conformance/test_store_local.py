@@ -35,6 +35,7 @@ from dcpfs.storage.location import Location
 from dcpfs.storage.store import PartRange, Store
 from dcpfs.testing.conformance import StoreConformance, pattern, read_range, write_parts
 from tests.conformance.servers_here import in_memory
+from tests.open_files import open_links
 
 MIB = 1 << 20
 SMALL = 300_000
@@ -377,11 +378,8 @@ def count_descriptors(root: Path) -> int:
     """Open files and directories in the store and beside it; others open and close theirs at any time."""
     if not os.path.isdir("/proc/self/fd"):
         pytest.skip("open files can't be seen without /proc")
-    place, found = os.path.realpath(root.parent), 0
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed in the meantime, as that of the listing itself
-            found += f"{os.readlink(f'/proc/self/fd/{number}')}/".startswith(f"{place}/")
-    return found
+    place = os.path.realpath(root.parent)
+    return sum(f"{target}/".startswith(f"{place}/") for target in open_links())
 
 
 def test_no_descriptor_leaks(root: Path, direct_from_1_mib: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,13 @@ from typing import ClassVar
 
 import pytest
 
-from dcpfs.config import RetryConfig
 from dcpfs.storage.location import Location
 from dcpfs.storage.opening import open_store
 from dcpfs.storage.store import Store
 from dcpfs.testing.read_only_conformance import ReadOnlyConformance
 from dcpfs.testing.servers_files import FileServer, HttpServer
 from dcpfs.testing.servers_system import NginxServer
-from tests.conformance.servers_here import started
-
-RETRY = RetryConfig(attempts=6, initial_backoff_seconds=0.05, max_backoff_seconds=1.0)
+from tests.conformance.servers_here import RETRY, started
 
 
 class _Filled(ReadOnlyConformance):

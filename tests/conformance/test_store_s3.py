@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import s3fs
 
-from dcpfs.config import RetryConfig, TransferConfig
+from dcpfs.config import TransferConfig
 from dcpfs.errors import BucketNotFoundError, ObjectExistsError, PermissionDeniedError, StorageError
 from dcpfs.storage.location import Location
 from dcpfs.storage.s3_store import S3Store
@@ -23,10 +23,10 @@ from dcpfs.testing.loopback import LoopbackOnly
 from dcpfs.testing.scripted_s3 import ScriptedS3Server
 from dcpfs.testing.servers import S3Server
 from dcpfs.testing.tls import TlsAuthority
+from tests.conformance.servers_here import RETRY
 
 MIB = 1 << 20
 PARTS = TransferConfig(part_bytes=5 * MIB)
-RETRY = RetryConfig(attempts=6, initial_backoff_seconds=0.05, max_backoff_seconds=1.0)
 PLAIN = pattern(5000)
 LARGE = pattern(11 * MIB + 3)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import select
 import signal
-import time
 from collections.abc import Callable
+
+from dcpfs.format.collector import paused_collector
 
 __all__ = ["LONG_SECONDS", "fork_child", "has_ended"]
 
@@ -33,25 +33,22 @@ def fork_child(work: Callable[[], object]) -> int:
     Raises:
         AssertionError: It did not end, and was killed.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    if collects:
-        gc.enable()
-    deadline = time.monotonic() + LONG_SECONDS
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return status
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise AssertionError(f"the child was not done after {LONG_SECONDS:.0f} s")
-        time.sleep(0.001)
+    with paused_collector():
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                work()
+                code = 0
+            finally:
+                os._exit(code)
+    descriptor = os.pidfd_open(child)
+    try:
+        ended = has_ended(descriptor, LONG_SECONDS)
+    finally:
+        os.close(descriptor)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert ended, f"the child was not done after {LONG_SECONDS:.0f} s"
+    return status

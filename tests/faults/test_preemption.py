@@ -18,7 +18,7 @@ from dcpfs.checkpointer.preemption import SaveFlag, install_signal_handler
 from dcpfs.errors import ConfigError
 
 PREAMBLE = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading
 from dcpfs.checkpointer.preemption import SaveFlag, install_signal_handler, shield_worker
 
 def say(*words):
@@ -633,7 +633,11 @@ def test_reminders_end_where_nobody_listens_any_more_and_a_child_starts_anew() -
 def test_a_worker_that_dies_at_the_end_of_the_process_breaks_no_save_in_flight(tmp_path: Path) -> None:
     """The checkpointer was not closed."""
     code = """
-    threading._register_atexit(lambda: time.sleep(1.5))  # as of an executor that has work left: it comes first
+    def is_late():  # as an executor's hook that has work left: it comes first, and ends after the time to remind
+        while dcpfs.worker_deaths._guard.reminder is not None:
+            pass
+
+    threading._register_atexit(is_late)
     to = DistributedCheckpointer(CheckpointConfig(save_dir=sys.argv[1], async_mode="async"))
     batches = [iter(loader_of(1)), iter(loader_of(1))]
     workers = [each._workers[0] for each in batches]

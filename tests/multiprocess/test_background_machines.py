@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import socket
@@ -15,6 +14,7 @@ from dcpfs.checkpointer.process_saver import ProcessSaver
 from dcpfs.ranks import Ranks
 from tests.multiprocess import background_job as job
 from tests.multiprocess.gloo import run_ranks
+from tests.open_files import open_links
 
 _NEW_HOST_NAME = 0x04000000
 """CLONE_NEWUTS: a host name that this process and those that it starts have for themselves."""
@@ -55,12 +55,7 @@ def save_on_machines(save_dir: str) -> tuple[str, str, list[str], list[int]]:
 
 def established_peers(pid: int) -> set[str]:
     """Addresses that a process is connected to by TCP."""
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed in the meantime
-            target = os.readlink(entry)
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
+    inodes = {target[8:-1] for target in open_links(pid) if target.startswith("socket:[")}
     found = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()

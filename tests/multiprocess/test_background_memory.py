@@ -32,7 +32,10 @@ def held(pid: int) -> dict[str, int]:
 
 
 def assert_flat(pid: int, before: dict[str, int]) -> None:
-    """It holds no more than before, at the latest a while after the last save: a thread may be about to end."""
+    """It holds no more than before, at the latest a while after the last save: a thread may be about to end.
+
+    Looked at again and again, since nobody is told of the end of another process's thread.
+    """
     most = {**before, "resident": before["resident"] + 128 * MB}  # one state a save would be 376
     deadline_seconds = time.monotonic() + 10
     while more := {name: (count, most[name]) for name, count in held(pid).items() if count > most[name]}:

@@ -12,11 +12,7 @@ from dcpfs.background.arena import Arena, cut_block, layout_of, size_of
 from dcpfs.background.copying import CopyToHost, CudaCopier, HostCopier, Pair, copier_for, copy_value, pin_block
 from dcpfs.errors import StorageFullError
 
-
-@pytest.fixture(autouse=True)
-def _memory_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a machine has free says nothing of what is tested; a test of too little says how much there is."""
-    monkeypatch.setattr(free_memory, "available_bytes", lambda: None)
+pytestmark = pytest.mark.usefixtures("_memory_is_not_asked_for")
 
 
 class LateCopy:

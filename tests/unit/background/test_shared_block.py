@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import shutil
@@ -15,16 +14,13 @@ import pytest
 from dcpfs.background import free_memory
 from dcpfs.background.shared_block import SharedBlock
 from dcpfs.errors import StorageFullError
+from tests.open_files import open_links
 
 
 def descriptors() -> int:
     """Those of blocks that this process has."""
     gc.collect()
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own, and what other threads close meanwhile
-            count += "dcpfs-staging" in os.readlink(f"/proc/self/fd/{name}")
-    return count
+    return sum("dcpfs-staging" in target for target in open_links())
 
 
 @pytest.mark.parametrize("has_call", [True, False])

@@ -32,10 +32,7 @@ from tests.unit.checkpointer.part_exchange import warnings_of
 T = TypeVar("T")
 
 
-@pytest.fixture(autouse=True)
-def _memory_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a machine has free says nothing of what is tested; a test of too little says how much there is."""
-    monkeypatch.setattr(free_memory, "available_bytes", lambda: None)
+pytestmark = pytest.mark.usefixtures("_memory_is_not_asked_for")
 
 
 class Clock:
